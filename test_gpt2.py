@@ -409,7 +409,7 @@ class NumpyRun:
 
     def copy(self, name):
         """Return a copy of params, m, v or the last step's grads, by name: float32 Tensors."""
-        tensors = getattr(self.model, name)
+        tensors = getattr(self.model.optimizer if name in ("m", "v") else self.model, name)
         return views(tensors.table, tensors.buffer.copy())
 
 

@@ -36,7 +36,7 @@ from llmc.outliers import LOSS, NORM, RECENT, reason_to_skip, z_score
 from llmc.sampler import draw
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, parse_settings
-from llmc.tensors import Row, allocate, decay_spans, flat, layer, table_bytes, unpadded, views
+from llmc.tensors import Row, allocate, flat, layer, table_bytes, unpadded, views
 from llmc.threads import BLOCK, THREADS, parallel_blocks
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -480,6 +480,23 @@ def adamw_update(params, m, v, grads, learning_rate, beta1, beta2, eps, weight_d
     parallel_blocks(block, N)
 
 
+class AdamW:
+    """The optimizer: what it keeps from one update to the next, and an update. Another optimizer is a class like it."""
+
+    STATE = "m", "v"  # float32 Tensors like the parameters', in the order of a state file
+
+    def __init__(self, params):
+        self.m, self.v = allocate(params.table), allocate(params.table)
+
+    def update(self, params, grads, settings, learning_rate, step, grad_scale=1.0):
+        """One step; `step` counts from 1."""
+        for name, row in params.table.items():
+            decay = settings.weight_decay if settings.decay == "all" or row.decays else 0.0
+            tensors = [getattr(source, name).reshape(-1) for source in (params, self.m, self.v, grads)]
+            adamw_update(*tensors, learning_rate, settings.beta1, settings.beta2, settings.eps, decay, grad_scale, step,
+                         row.size)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # model
 
@@ -514,20 +531,21 @@ class GPT2:
     TITLE, MAGIC, Config, Settings = "GPT-2", MODEL_MAGIC, Config, Settings
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
     activation_table, scratch_table = staticmethod(activation_table), staticmethod(scratch_table)
-    forward_layers = staticmethod(forward_layers)
+    forward_layers, Optimizer = staticmethod(forward_layers), AdamW
 
     def __init__(self, config, params):
         self.config, self.params = config, params
-        self.grads = self.m = self.v = None
+        self.grads = self.optimizer = None
 
     def allocate_activations(self, B, T):
         """Allocate the activations of forward passes over (B, T) tokens, or fewer."""
         self.activations_buffer = allocate(self.activation_table(self.config, B, T)).buffer
 
     def allocate_training(self, B, T, micro_steps=1):
-        """Allocate what a backward pass over (B, T) and AdamW need; two gradient buffers when gradients accumulate."""
+        """Allocate what a backward pass over (B, T) needs, two gradient buffers when gradients accumulate; and, the
+        first time, the optimizer."""
         table = self.params.table
-        self.grads, self.m, self.v = allocate(table), allocate(table), allocate(table)
+        self.grads, self.optimizer = allocate(table), self.optimizer or self.Optimizer(self.params)
         self.micro_grads = allocate(table) if micro_steps > 1 else None
         self.scratch = allocate(self.scratch_table(self.config, B, T))
         self.recent = np.zeros(2, RECENT)  # losses and norms, if outliers are skipped
@@ -567,11 +585,8 @@ class GPT2:
         self.backward_into(grads, micro_steps)
         if micro_step > 0:
             total, micro = flat(self.grads), flat(self.micro_grads)
-
-            def add(start, stop):
-                total[start:stop] += micro[start:stop]
-
-            parallel_blocks(add, total.size)
+            parallel_blocks(lambda start, stop: np.add(total[start:stop], micro[start:stop], out=total[start:stop]),
+                            total.size)
 
     def backward_into(self, grads, micro_steps):
         """Write all of `grads` but wte from token V on, which stays 0."""
@@ -604,13 +619,6 @@ class GPT2:
         """The norm of the gradients, None if no setting needs it, and the factor that clips them."""
         norm = global_norm(flat(self.grads), flat(self.grads).size) if settings.needs_norm else None
         return norm, settings.grad_clip / norm if settings.grad_clip and norm > settings.grad_clip else 1.0
-
-    def update(self, settings, learning_rate, step, grad_scale=1.0):
-        """One AdamW step over the flat buffers; `step` counts from 1."""
-        arrays = [flat(tensors) for tensors in (self.params, self.m, self.v, self.grads)]
-        for start, stop, decay in decay_spans(self.params.table, settings.weight_decay, settings.decay == "all"):
-            adamw_update(*(array[start:stop] for array in arrays), learning_rate, settings.beta1, settings.beta2,
-                         settings.eps, decay, grad_scale, step, stop - start)
 
 
 def matmul_few_rows(out, inp, weight, bias, B, T, C, OC):
@@ -697,7 +705,7 @@ def memory_plan(architecture, config, settings):
     return [
         (parameters, "parameters"),
         (parameters * (2 if settings.micro_steps > 1 else 1), "gradients"),
-        (2 * parameters, "AdamW's moments"),
+        *((parameters, f"{architecture.Optimizer.__name__}'s {name}") for name in architecture.Optimizer.STATE),
         (table_bytes(architecture.activation_table(config, B, T)), "activations"),
         (table_bytes(architecture.scratch_table(config, B, T)), "gradients of activations"),
         *([(sum(map(table_bytes, architecture.Decoder.tables(config, 1, T))), "text")] * (settings.sample_every > 0)),
@@ -731,7 +739,8 @@ def train_step(model, loader, settings, step):
     if settings.skips_outliers:
         skipped = reason_to_skip(settings, z_score(model.recent[LOSS], loss), z_score(model.recent[NORM], norm))
     if not skipped:
-        model.update(settings, learning_rate_at(settings, step), step + 1, grad_scale)
+        rate = learning_rate_at(settings, step)
+        model.optimizer.update(model.params, model.grads, settings, rate, step + 1, grad_scale)
     return Update(loss, norm, time.perf_counter() - start, skipped)
 
 

@@ -314,7 +314,7 @@ def launch_attention(device, name, arguments, reads, write, B, T, heads):
     after the other. In the backward pass, few tiles take less time with one block for each."""
     g, forward, extra = device.geometry, name == "attention_forward", ()
     grid = heads, blocks(T, g.ATTENTION_FORWARD_ROWS if forward else g.ATTENTION_BACKWARD_ROWS), B
-    if hasattr(g, "ATTENTION_READ_ROWS"):
+    if g.ATTENTION_READ_ROWS:
         tiles, least = math.prod(grid), device.sm_count * (1 if forward else 8)
         grid = (device.sm_count if tiles >= least else tiles,)
         rows, columns = g.ATTENTION_WRITE_ROWS, g.ATTENTION_BOX_COLUMNS
@@ -401,7 +401,7 @@ def global_norm(device, partials, sums, gradients, chunks, ranks):
 
 def prepare_update(device, control, reports, parts, learning_rate, recent, settings):
     """control =: the step's rate, eps and the factor that clips, or that it is skipped; the host's next report = loss,
-    norm, z-scores. parts: losses of the micro-batches, then global_norm's partials. recent: losses, norms; or None."""
+    norm, z-scores. parts: losses of the micro-batches, then global_norm's partials. recent: losses, norms."""
     s, losses = settings, settings.micro_steps
     device.launch("prepare_update", (1,), (device.geometry.UPDATE_THREADS,), control, pointer(reports), parts,
                   parts[losses:], learning_rate, np.float64(s.beta1), np.float64(s.beta2), np.float64(s.eps),
@@ -420,6 +420,7 @@ def adamw_update(device, params, master, m, v, sums, gradients, chunks, ranks, c
 class AdamW:
     """The optimizer: its state, as a table, and its part of the step. One GPU updates all parameters."""
 
+    STATE = train_gpt2.AdamW.STATE  # what a state file has, and then `master`
     REPORT = np.dtype([("loss", "f4"), ("norm", "f4"), ("loss_z", "f4"), ("norm_z", "f4")])
 
     @staticmethod
@@ -436,20 +437,19 @@ class AdamW:
         """params, grads: flat, on the GPU; shares: which elements this rank owns, of the gradients in `grads`."""
         self.device, self.settings, self.params, self.grads = device, settings, params, grads
         table, (chunks, self.ends, count) = self.table(settings, shares.share_size(rank)), shares.chunks(rank)
+        self.master = self.sums = None
         state = views(table, cp.zeros(table_bytes(table, ALIGN), np.uint8), ALIGN)
-        self.m, self.v = state.m, state.v
-        self.master, self.sums = getattr(state, "master", None), getattr(state, "sums", None)
+        vars(self).update({name: getattr(state, name) for name in table})
         self.groups, self.ranks = {"all": cp.asarray(chunks.view(np.uint8))}, shares.ranks
         # see prepare_update; own: of this rank, 0 for the others'
         self.own_parts = self.parts = cp.zeros(settings.micro_steps + count * settings.needs_norm, np.float32)
         self.control = cp.zeros(STEP_CONTROL.itemsize, np.uint8)
-        self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8) if settings.skips_outliers else None
+        self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8)
 
     def set_step(self, step, recent):
         """Continue after `step` updates. recent: (2,) RECENT."""
         copy_to_gpu(self.control[:8], np.array([step], np.int64).view(np.uint8))  # its first field
-        if self.recent is not None:
-            copy_to_gpu(self.recent, recent)
+        copy_to_gpu(self.recent, recent)
 
     def loss(self, i):
         """Where the loss of micro-batch i goes."""

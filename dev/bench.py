@@ -190,7 +190,7 @@ def step_of_numpy(job):
     def step():
         model.forward(x, y)
         model.backward()
-        model.update(settings, settings.learning_rate, next(counter))
+        model.optimizer.update(model.params, model.grads, settings, settings.learning_rate, next(counter))
 
     return time_calls({"step": step, "matmuls": lambda: matmuls_alone(model, job.B, job.T)})
 

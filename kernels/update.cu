@@ -176,8 +176,8 @@ __device__ inline float z_score(Recent* recent, float x) {
 }
 
 // One block (THREADS). losses (micro_steps): of the micro-batches, each divided by their number. partials (chunks);
-// chunks = 0: the norm is not computed. grad_clip = 0: no clipping. recent: the last losses and norms, or null to skip
-// no update; skip_loss, skip_norm: z-scores above which an update is an outlier (0: none is).
+// chunks = 0: the norm is not computed. grad_clip = 0: no clipping. skip_loss, skip_norm: z-scores, among the
+// `recent` losses and norms, above which an update is an outlier and is skipped (0: none is).
 extern "C" __global__ void __launch_bounds__(THREADS)
 prepare_update(Control* control, Report* reports, const float* losses, const float* partials, const int* batch,
                double beta1, double beta2, double eps, float grad_clip, int micro_steps, int chunks, Recent* recent,
@@ -198,7 +198,7 @@ prepare_update(Control* control, Report* reports, const float* losses, const flo
     control->learning_rate = learning_rate;
     control->grad_scale = grad_clip > 0.0f && norm > grad_clip ? grad_clip / norm : 1.0f;
     Report report = {loss, norm, 0.0f, 0.0f};
-    if (recent) {
+    if (skip_loss || skip_norm) {
         report.loss_z = z_score(&recent[0], loss);
         report.norm_z = z_score(&recent[1], norm);
     }

@@ -183,17 +183,14 @@ class Model:
             self.model.allocate_activations(*self.room)
 
     def compute_gradients(self):
-        model, m, v = self.model, self.model.m, self.model.v
         if self.room_to_train != self.room:
             self.room_to_train = self.room
-            model.allocate_training(*self.room)
-            if m is not None:
-                model.m, model.v = m, v
-        model.backward()
+            self.model.allocate_training(*self.room)
+        self.model.backward()
 
     def adamw(self, learning_rate):
-        _, scale = self.model.norm_and_scale(self.settings)
-        self.model.update(self.settings, learning_rate, self.steps, scale)
+        model, (_, scale) = self.model, self.model.norm_and_scale(self.settings)
+        model.optimizer.update(model.params, model.grads, self.settings, learning_rate, self.steps, scale)
 
     def write(self, path):
         write_model(path, self.config, self.model.params)

@@ -111,8 +111,7 @@ class Owned:
     """The optimizer state of a run on one device, on the host: flat float32 arrays in the order of the table."""
 
     table: dict
-    m: np.ndarray
-    v: np.ndarray
+    state: dict  # name, as in the optimizer's STATE -> array
     exact: np.ndarray | None = None  # float32 weights, if the model's are rounded; or room to read them
 
     rank, ranks = 0, 1  # llmc/gpu/shares.py has the share of one rank of several
@@ -124,29 +123,34 @@ class Owned:
             yield name, array[begin : begin + row.size]
             begin += row.size
 
+    def in_file(self, has_exact):
+        """{name: array} in the order of a state file; None: there is no room for float32 weights."""
+        return self.state | ({"float32 weights": self.exact} if has_exact else {})
+
     def check(self, where, hint):
         """Raise UserError for values that are not finite."""
-        for kind, array in (("AdamW's m", self.m), ("AdamW's v", self.v), ("the float32 weights", self.exact)):
-            for name, part in self.tensors(array) if array is not None else ():
+        for kind, array in self.in_file(self.exact is not None).items():
+            for name, part in self.tensors(array):
                 if not all(np.isfinite(piece).all() for piece in chunks(part)):
-                    raise UserError(f"{where}: {kind}: tensor {name} holds NaN or infinite values; {hint}")
+                    raise UserError(f"{where}: the optimizer's {kind}: tensor {name} holds NaN or infinity; {hint}")
 
     def read(self, f, header, hint):
         """Fill the arrays from an open state file; returns the offset of the data order after them."""
-        size = table_elements(self.table)
-        if header[2] > 1 and not is_whole(f, header, size):  # llm.c without ZeRO: each rank's file has all
+        size, arrays = table_elements(self.table), self.in_file(header[4]).values()
+        if header[2] > 1 and not is_whole(f, len(arrays) * size):  # llm.c without ZeRO: each rank's file has all
             raise UserError(f"{f.name}: is of {header[2]} ranks: resume on GPUs: python train_gpt2_cuda.py")
-        end = check_state_size(f, header, size, size, hint)
-        for i, array in enumerate((self.m, self.v, self.exact)[: 2 + int(header[4])]):
+        end = check_state_size(f, header, len(arrays) * size, size, hint)
+        for i, array in enumerate(arrays):
             if array is not None:
                 f.seek(HEADER_BYTES + 4 * i * size)
                 read_into(f, array)
         return end
 
 
-def owned_by_one(m, v, exact=None):
-    """The Owned of a run on one device. m, v, exact: Tensors."""
-    return Owned(m.table, flat(m), flat(v), exact and flat(exact))
+def owned_by_one(optimizer, exact=None):
+    """The Owned of a run on one device. exact: None, or Tensors."""
+    tensors = [getattr(optimizer, name) for name in optimizer.STATE]
+    return Owned(tensors[0].table, dict(zip(optimizer.STATE, map(flat, tensors))), exact and flat(exact))
 
 
 def write_optimizer_state(path, owned, progress):
@@ -161,9 +165,8 @@ def write_optimizer_state(path, owned, progress):
         header[43:45] = 1, np.uint32(progress.model_crc).view(np.int32)
     with replacing(path) as f:
         f.write(header)
-        for array in (owned.m, owned.v, owned.exact):
-            if array is not None:
-                f.write(array)
+        for array in owned.in_file(owned.exact is not None).values():
+            f.write(array)
         if shuffle is not None:
             write_shuffle(f, shuffle)
 
@@ -200,14 +203,14 @@ def is_ours(header):
     return bool(header[40] > 0)
 
 
-def is_whole(f, header, parameters):
-    """Whether a state file has all parameters, whatever the number of ranks."""
-    return os.fstat(f.fileno()).st_size >= HEADER_BYTES + 4 * parameters * (2 + int(header[4]))
+def is_whole(f, elements):
+    """Whether a state file has so many elements, those of all ranks, whatever the number of ranks."""
+    return os.fstat(f.fileno()).st_size >= HEADER_BYTES + 4 * elements
 
 
 def check_state_size(f, header, elements, parameters, hint):
-    """Check the size of a state file, and return the offset after its arrays, where the data order begins."""
-    end = HEADER_BYTES + 4 * elements * (2 + int(header[4]))
+    """Check the size of a state file, and return the offset after its elements, where the data order begins."""
+    end = HEADER_BYTES + 4 * elements
     if not header[5] or os.fstat(f.fileno()).st_size < end:
         check_size(f, end, f"the optimizer of a model with {parameters} parameters", hint)
     return end

@@ -210,13 +210,13 @@ class Saver:
     def restore(self, step, loader, random):
         """Continue from a checkpoint: the model, the data loader and the sampler's random numbers."""
         model = self.model
-        restore(self.settings, owned_by_one(model.m, model.v, model.params), step, loader, random)
+        restore(self.settings, owned_by_one(model.optimizer, model.params), step, loader, random)
         with notes_of(self.settings.output_dir, step) as notes:
             model.recent = read_recent(notes)
 
     def save(self, progress, notes):
         """Write a checkpoint, and delete those that -nk does not keep. progress: a Progress; notes: for JSON."""
-        model, owned = self.model, owned_by_one(self.model.m, self.model.v)
+        model, owned = self.model, owned_by_one(self.model.optimizer)
         save_checkpoint(self.settings.output_dir, model.config, model.params, owned, progress,
                         {**notes, **notes_on(model.recent)})
         delete_old_checkpoints(self.settings, progress.step)

@@ -1,7 +1,6 @@
 """One layout, as data: a model's tensors are a table, name -> Row. Sizes, offsets, the buffer, its views, the order in
-a checkpoint, the memory report, the optimizer's spans and the tests' loops all derive from the table."""
+a checkpoint, the memory report, the optimizer's and the tests' loops all derive from the table."""
 
-import itertools
 import math
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -82,15 +81,6 @@ def unpadded(tensors, V):
     for name, row in tensors.table.items():
         tensor = getattr(tensors, name)
         yield (tensor[:V] if row.vocabulary else tensor).reshape(-1)
-
-
-def decay_spans(table, weight_decay, decay_all):
-    """Cut the flat parameter buffer into as few spans of one weight decay as possible: [(start, stop, decay)]."""
-    spans, offset = [], 0
-    for decay, rows in itertools.groupby(table.values(), lambda row: weight_decay if decay_all or row.decays else 0.0):
-        start, offset = offset, offset + sum(row.size for row in rows)
-        spans.append((start, offset, decay))
-    return spans
 
 
 def bf16_bits(x):

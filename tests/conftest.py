@@ -110,6 +110,11 @@ def make_state(params):
                       np.linspace(5, 1, 10, dtype=np.float32), fingerprint(SMALL, params))
 
 
+def optimizer_of(m, v):
+    """As AdamW, with this state."""
+    return SimpleNamespace(STATE=train_gpt2.AdamW.STATE, m=m, v=v)
+
+
 def make_model(B, T, micro_steps=0, config=SMALL, params=None):
     """A GPT2 with its activations and, with micro_steps, all that training needs."""
     model = train_gpt2.GPT2(config, params or random_params(config))

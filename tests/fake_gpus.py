@@ -87,7 +87,7 @@ def global_norm(partials, sums, gradients, chunks, ranks):
 def prepare_update(control, reports, losses, partials, learning_rate, beta1, beta2, eps, grad_clip, micro_steps, chunks,
                    recent, skip_loss, skip_norm):
     c = control.view(STEP_CONTROL)[0]
-    assert partials.size == chunks and recent is None
+    assert partials.size == chunks and not skip_loss and not skip_norm
     norm, loss = np.sqrt(partials.sum(dtype=np.float32)), sum(losses[:micro_steps].ravel(), np.float32(0))
     c["step"] += 1
     correction = math.sqrt(1 - beta2 ** int(c["step"]))

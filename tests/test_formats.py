@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 
-from conftest import GPT2_124M, SMALL, make_state, random_params
+from conftest import GPT2_124M, SMALL, make_state, optimizer_of, random_params
 from llmc.checkpoint import (count_parameters, owned_by_one, Progress, read_model, read_optimizer_state, write_model,
                              write_optimizer_state)
 from llmc.errors import UserError
@@ -131,12 +131,12 @@ def test_optimizer_state_round_trip(tmp_path):
     moments = random_params(SMALL, 1), random_params(SMALL, 2)
     flat(moments[1])[:] **= 2
     progress = Progress(7, 2**64 - 3, Position(shard=2**33, sample=5), batch=(4, 64, 1), model_crc=2**32 - 5)
-    write_optimizer_state(path, owned_by_one(*moments), progress)
+    write_optimizer_state(path, owned_by_one(optimizer_of(*moments)), progress)
     header = np.fromfile(path, "<i4", 256)
     assert header[:6].tolist() == [20240527, 1, 1, 0, 0, 0] and header[10] == 7
     assert header[20:22].view("<u8")[0] == 2**64 - 3 and header[30:32].view("<u8")[0] == 2**33 and header[32] == 5
     read = allocate(parameter_table(SMALL)), allocate(parameter_table(SMALL))
-    assert read_optimizer_state(path, owned_by_one(*read)) == (progress, False)
+    assert read_optimizer_state(path, owned_by_one(optimizer_of(*read))) == (progress, False)
     for got, want in zip(read, moments):
         assert np.array_equal(flat(got), flat(want))
 

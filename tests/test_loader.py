@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import train_gpt2
-from conftest import SMALL, remove_after
+from conftest import SMALL, optimizer_of, remove_after
 from llmc.checkpoint import Progress, owned_by_one, read_optimizer_state, write_optimizer_state
 from llmc.dataloader import DataLoader, data_paths, tokenizer_beside, write_tokens
 from llmc.errors import UserError
@@ -139,10 +139,10 @@ def test_the_position_is_that_of_the_last_batch_taken(tmp_path, seed=7):
     paths, order = shards_of(tmp_path, counts), llm_c_s_order(counts, seed)
     whole = firsts(DataLoader(paths, 200, 2, 4, True, seed=seed), 40)
     loader, state = DataLoader(paths, 200, 2, 4, True, seed=seed), tmp_path / "state.bin"
-    moments = [allocate(parameter_table(SMALL)) for _ in range(2)]
+    owned = owned_by_one(optimizer_of(*(allocate(parameter_table(SMALL)) for _ in range(2))))
     for taken in range(26):
-        write_optimizer_state(state, owned_by_one(*moments), Progress(1, 1337, loader.position, (2, 4, 0)))
-        position = read_optimizer_state(state, owned_by_one(*moments))[0].position
+        write_optimizer_state(state, owned, Progress(1, 1337, loader.position, (2, 4, 0)))
+        position = read_optimizer_state(state, owned)[0].position
         if taken:
             *_, place, trailer = next(order)
             assert np.fromfile(state, "<i4", 256)[[5, 30, 31, 32, 33]].tolist() == [1, place[0], 0, place[1], 0]

@@ -111,7 +111,7 @@ def test_fewer_lines_and_verbose_ones(workplace, train):
     for field in dataclasses.fields(Settings):
         assert re.search(rf"^\| {field.name} +\| ", output, re.MULTILINE), field.name
     assert re.findall(r"^allocated \d+ MiB for (.*)$", output, re.MULTILINE) == [
-        "parameters", "gradients", "AdamW's moments", "activations", "gradients of activations"]
+        "parameters", "gradients", "AdamW's m", "AdamW's v", "activations", "gradients of activations"]
 
 
 @pytest.mark.parametrize("flags, steps, warmup", (((), 70, 7), (("-u", 9), 70, 9), (("-x", 3), 3, 0)))
@@ -126,7 +126,8 @@ def test_the_memory_plan_is_what_the_model_allocates():
     settings = Settings(B=2, T=8, total_batch_size=32)
     model = make_model(2, 8, settings.micro_steps)
     decoder = train_gpt2.Decoder(SMALL, model.params, 1, 8)
-    tensors = model.params, model.grads, model.micro_grads, model.m, model.v, model.scratch, decoder.cache
+    tensors = model.params, model.grads, model.micro_grads, model.optimizer.m, model.optimizer.v, model.scratch, \
+        decoder.cache
     buffers = [model.activations_buffer, decoder.buffer, *(tensor.buffer for tensor in tensors)]
     plan = train_gpt2.memory_plan(GPT2, SMALL, settings)
     assert sum(size for size, _ in plan) == sum(buffer.size for buffer in buffers)

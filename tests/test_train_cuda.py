@@ -20,7 +20,8 @@ import llmc.gpu.saver
 import llmc.progress
 import train_gpt2_cuda as cuda
 import train_llama3
-from conftest import GPT2_124M, ROOT, SMALL_HEADS, assert_one_line_error, random_params, remove_after, run_program
+from conftest import (GPT2_124M, ROOT, SMALL_HEADS, assert_one_line_error, optimizer_of, random_params, remove_after,
+                      run_program)
 from llmc.checkpoint import owned_by_one, read_config, read_model, read_optimizer_state, write_model
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import cp
@@ -260,15 +261,15 @@ def memory_of(settings):
 
 def test_phases_of_the_memory_plan():
     plan = memory_of(cuda.resolve_auto(cuda.CudaSettings(B=4, T=1024, dtype="float32"), "sm_90a"))
-    assert plan["parameters"] == 4 * 124475904 and plan["AdamW's moments"] == 8 * 124475904
+    assert plan["parameters"] == 4 * 124475904 and plan["AdamW's m"] == plan["AdamW's v"] == 4 * 124475904
     assert plan["logits, and in other phases scratch"] == 4 * 4096 * 50304
     less = [sum(memory_of(cuda.CudaSettings(B=4, T=1024, dtype="float32", recompute=r)).values()) for r in (0, 1, 2)]
     assert less[0] - less[1] == 12 * 4096 * 4 * 768 * 4 and less[1] - less[2] == 2 * 12 * 4096 * 768 * 4
     for master, wide in ((1, 0), (0, 1)):
         plan = memory_of(cuda.CudaSettings(B=4, T=1024, dtype="bfloat16", recompute=0, master_weights=master,
                                            float32_grads=wide))
-        assert plan["parameters"] == 2 * 124475904 and plan["AdamW's moments"] == 8 * 124475904
-        assert plan.get("float32 master weights", 0) == 4 * 124475904 * master
+        assert plan["parameters"] == 2 * 124475904 and plan["AdamW's m"] == plan["AdamW's v"] == 4 * 124475904
+        assert plan.get("AdamW's master", 0) == 4 * 124475904 * master
         assert plan["gradients"] == (2 + 2 * wide) * 124475904
         assert plan["logits, and in other phases scratch"] == 2 * 4096 * 50304
 
@@ -397,7 +398,7 @@ def test_a_bfloat16_checkpoint(gpu_workplace):
         assert read_config(f, cuda.GPT2, "")[0] == 5
     config, params = read_model(model, GPT2)
     moments, master = [allocate(params.table) for _ in range(2)], views(params.table, params.buffer.copy())
-    assert read_optimizer_state(state, owned_by_one(*moments, master))[1]
+    assert read_optimizer_state(state, owned_by_one(optimizer_of(*moments), master))[1]
     assert not np.array_equal(flat(master), flat(params))
     for name, row in params.table.items():
         rounded, exact = (getattr(tensors, name) for tensors in (params, master))

@@ -18,7 +18,7 @@ import fake_gpus
 import llmc.resume
 import timeline
 import train_gpt2
-from conftest import SMALL_HEADS, Array, random_params, remove_after
+from conftest import SMALL_HEADS, Array, optimizer_of, random_params, remove_after
 from fake_gpus import end_ranks, fork_ranks, wait_for
 from llmc.checkpoint import Progress, owned_by_one, rank_path, read_optimizer_state, write_model, write_optimizer_state
 from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header
@@ -99,7 +99,11 @@ def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
 
 
 def empty_share(shares, rank=0):
-    return OwnedShare(shares.table, *np.zeros((3, shares.share_size(rank)), np.float32), shares, rank)
+    return share_of(shares.table, *np.zeros((3, shares.share_size(rank)), np.float32), shares, rank)
+
+
+def share_of(table, m, v, exact, shares, rank):
+    return OwnedShare(table, {"m": m, "v": v}, exact, shares, rank)
 
 
 def write_states(path, ranks, table, rng, ours=True):
@@ -107,7 +111,7 @@ def write_states(path, ranks, table, rng, ours=True):
     shares = Shares(table, ranks, llmc=not ours)
     whole = [rng.standard_normal(shares.size).astype(np.float32) ** 2 for _ in range(3)]
     for rank in range(ranks):
-        owned = OwnedShare(table, *(shares.take(array, rank) for array in whole), shares, rank)
+        owned = share_of(table, *(shares.take(array, rank) for array in whole), shares, rank)
         progress = Progress(3, 1337, Position(0, 6), (2, 4, 0) if ours else (0, 0, 0))
         write_optimizer_state(rank_path(path, rank), owned, progress)
         if not ours:
@@ -128,7 +132,7 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, table, ours):
                 owned = empty_share(shares, rank)
                 progress, has_exact = read_optimizer_state(path, owned)
                 assert has_exact and progress.position.sample == (6 if ours else 6 * wrote)
-                for got, array in zip((owned.m, owned.v, owned.exact), whole):
+                for got, array in zip((*owned.state.values(), owned.exact), whole):
                     assert np.array_equal(got, shares.take(array, rank))
 
 
@@ -148,7 +152,7 @@ def test_llm_c_s_ranks_without_zero_have_all(tmp_path, ranks, exact):
     header[20] = 1337
     path.write_bytes(header.tobytes() + b"".join(flat(part).tobytes() for part in parts))
     read = [allocate(parts[0].table) for _ in parts]
-    assert read_optimizer_state(str(path), owned_by_one(*read))[1] == exact
+    assert read_optimizer_state(str(path), owned_by_one(optimizer_of(*read[:2]), *read[2:]))[1] == exact
     assert all(np.array_equal(flat(got), flat(part)) for got, part in zip(read, parts))
 
 
@@ -176,7 +180,7 @@ def test_a_damaged_state_of_a_rank(tmp_path, damage):
     with pytest.raises(UserError, match=bad.name):
         find_checkpoint(settings)
         read_optimizer_state(state, owned)
-    assert not owned.m.any()
+    assert not owned.state["m"].any()
 
 
 RUN = ("-b", 2, "-t", 8, "-d", 64, "-v", 2, "-m", 7, "-s", 3, "-g", 6, "--grad_clip", 1, "--lines", "llmc",
@@ -195,7 +199,7 @@ def results(directory):
     files = [path.read_bytes() for path in sorted(directory.iterdir()) if path.name.startswith(("main.log", "model"))]
     owned = empty_share(Shares(TABLES["small"], 1))
     read_optimizer_state(str(directory / "state_00000005_00000.bin"), owned)
-    return files, [array.tobytes() for array in (owned.m, owned.v, owned.exact)]
+    return files, [array.tobytes() for array in (*owned.state.values(), owned.exact)]
 
 
 @pytest.mark.parametrize("sizes, first, second, flags", (

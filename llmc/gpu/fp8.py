@@ -155,7 +155,8 @@ class Fp8:
         """out (M,N), and gelu (M,N) in 8 bits = GELU(out) * its scale. noted: the arguments for its scale."""
         kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
         kernels.launch("matmul_fp8_gelu", *out.shape, a.shape[1], kernels.result(out, True), kernels.result(gelu, True),
-                       *self.operands_of(a, b, columns), bias, a_scale, b_scale, *noted, columns=columns)
+                       *self.operands_of(a, b, columns), bias, a_scale, b_scale, *noted, columns=columns,
+                       threads=self.device.geometry.MATMUL_GELU_THREADS)
 
     def multiply_gelu_backward(self, dinp, partials, a, a_scale, b, b_scale, inp, noted):
         """dinp (M,N) in 8 bits = a (M,K) @ b (N,K)^T * GELU'(inp (M,N)) * its scale; partials (tiles,N): column sums.
@@ -163,7 +164,7 @@ class Fp8:
         kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
         kernels.launch("matmul_fp8_gelu_backward", *inp.shape, a.shape[1], kernels.result(dinp, True), partials,
                        *self.operands_of(a, b, columns), kernels.result(inp, True), a_scale, b_scale, *noted,
-                       columns=columns)
+                       columns=columns, threads=self.device.geometry.MATMUL_GELU_THREADS)
 
     def multiply_long(self, kernel, out, a, a_scale, b, b_scale, scale, across=False, splits=None):
         """out (M,N) = scale * a^T @ b (N,K)^T, a (K,M), with sums in float32; K is cut into `splits` parts. kernel:
@@ -235,7 +236,7 @@ class Fp8Linear(NamedTuple):
 
     def place_dout(self, dout):
         """Where attention_backward writes dout (B,T,OC): a Quantized, or dout, if its kernels do not write 8 bits."""
-        if not hasattr(self.fp8.device.geometry, "ATTENTION_FP8"):
+        if not self.fp8.device.geometry.ATTENTION_FP8:
             return dout
         return Quantized(self.tensor("_dout"), None, self.fp8.noted(self.name, self.l, "dout"))
 

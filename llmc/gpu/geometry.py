@@ -49,6 +49,16 @@ KERNELS = {  # layer -> its kernels
                "round_weights"),
 }
 ATTENTION_FP8 = ("attention_backward_dquery_fp8", "attention_backward_dkv_fp8")  # Hopper only
+OWN_MATMULS = "matmul", "matmul_swiglu", "matmul_fp8"  # layers
+SHARED = {  # kernel -> the constant that says how many bytes of dynamic shared memory its blocks have
+    "layernorm_backward": "LAYERNORM_SHARED", "rmsnorm_backward": "LAYERNORM_SHARED", "classifier": "CLASSIFIER_SHARED",
+    "attention_forward": "ATTENTION_FORWARD_SHARED",
+    "attention_backward_dquery": "ATTENTION_DQUERY_SHARED", "attention_backward_dquery_fp8": "ATTENTION_DQUERY_SHARED",
+    "attention_backward_dkv": "ATTENTION_DKV_SHARED", "attention_backward_dkv_fp8": "ATTENTION_DKV_SHARED",
+    **dict.fromkeys(KERNELS["norm_fp8"], "NORM_SHARED"),
+    **{kernel: "MATMUL_SHARED" for layer in OWN_MATMULS for kernel in KERNELS[layer]},
+    "matmul_fp8_gelu": "MATMUL_FP8_GELU_SHARED", "matmul_fp8_gelu_backward": "MATMUL_FP8_GELU_SHARED",
+}
 
 
 def check_sizes(config, fp8=False):
@@ -78,18 +88,18 @@ def hopper_matmul(precision, arch):
 def kernel_files(architecture, config, precision, arch, matmul="auto"):
     """{layer: KernelFile} of a run. matmul: as Matmul's library."""
     ours = hopper_matmul(precision, arch) and matmul != "cublaslt"
-    names = {layer: layer for layer in architecture.KERNELS if ours or not layer.startswith("matmul")}
+    names = {layer: layer for layer in architecture.KERNELS if ours or layer not in OWN_MATMULS}
     if precision.fp8:
         names |= {layer: layer for layer in ("fp8", "norm_fp8", "matmul_fp8")}
     if hopper_attention(config, precision, arch):
         names["attention"] = "hopper/attention"
     if ours:
-        names |= {layer: f"hopper/{layer}" for layer in names if layer.startswith("matmul")}
+        names |= {layer: f"hopper/{layer}" for layer in names if layer in OWN_MATMULS}
     more = {"hopper/attention": ATTENTION_FP8} if precision.fp8 else {}
     files, constants, geometry = {}, model_constants(config, precision), layer_geometry(config, precision, arch)
     for layer, name in names.items():
         kernels = KERNELS[layer] + more.get(name, ())
-        shared = shared_memory(layer, kernels, geometry[layer])
+        shared = {kernel: geometry[layer][SHARED[kernel]] for kernel in kernels if kernel in SHARED}
         files[layer] = KernelFile(name, kernels, constants | geometry[layer], shared)
     return files
 
@@ -99,20 +109,6 @@ def model_constants(config, precision):
     sizes = {f"MODEL_{name.upper()}": getattr(config, name) for name in ("C", "NH", "NKV", "HS", "F", "V", "Vp")}
     return sizes | {"BFLOAT16": int(precision.bf16), "FLOAT32_GRADS": int(precision.grads == "float32"),
                     "TF32": precision.tf32}
-
-
-def shared_memory(layer, kernels, geometry):
-    """kernel -> bytes of dynamic shared memory of a block, for kernels that use it."""
-    if layer == "attention":
-        return dict(zip(kernels, (geometry[f"ATTENTION_{part}_SHARED"]
-                                  for part in ("FORWARD", "DQUERY", "DKV", "DQUERY", "DKV"))))
-    if layer in ("layernorm", "rmsnorm"):
-        return {f"{layer}_backward": geometry["LAYERNORM_SHARED"]}
-    if layer == "norm_fp8":
-        return dict.fromkeys(kernels, geometry["NORM_SHARED"])
-    name = layer.removesuffix("_swiglu").removesuffix("_fp8")
-    return {kernel: geometry[f"{'matmul_fp8_gelu' if 'fp8_gelu' in kernel else name}_SHARED".upper()]
-            for kernel in kernels if name in ("matmul", "classifier")}
 
 
 def launch_geometry(config, precision, arch):
@@ -177,7 +173,7 @@ def attention_geometry(config, precision, arch):
     dkv_passing = 32 if precision.bf16 and not small else passing
     two_tiles = small and (precision.bf16 or precision.tf32)  # of 16 rows, for each warp, if registers allow
     return {
-        "ATTENTION_THREADS": 128,
+        "ATTENTION_THREADS": 128, "ATTENTION_READ_ROWS": 0, "ATTENTION_FP8": 0,  # no TMA
         "ATTENTION_FORWARD_ROWS": 128 if two_tiles else 64, "ATTENTION_BACKWARD_ROWS": ATTENTION_ROWS,
         "ATTENTION_PASSING": passing, "ATTENTION_DKV_PASSING": dkv_passing,
         "ATTENTION_FORWARD_SHARED": passing * row, "ATTENTION_DQUERY_SHARED": passing * row,

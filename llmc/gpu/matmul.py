@@ -153,7 +153,8 @@ class MatmulKernels:
     def gelu_forward(self, out, gelu, inp, weight, bias):
         g = self.geometry
         self.launch("matmul_forward_gelu", *out.shape, inp.shape[1], self.result(out), self.result(gelu),
-                    self.operand(inp, g.MATMUL_BM), self.operand(weight, g.MATMUL_BN), bias)
+                    self.operand(inp, g.MATMUL_BM), self.operand(weight, g.MATMUL_BN), bias,
+                    threads=g.MATMUL_GELU_THREADS)
 
     def backward_inp(self, dinp, dout, weight, scale):
         g = self.geometry
@@ -211,10 +212,10 @@ class MatmulKernels:
         g, (N, columns) = self.geometry, array.shape
         return self.device.tensor_map(array.reshape(N, 2, columns // 2), 1, g.MATMUL_NARROW_STRIP, g.MATMUL_BM)
 
-    def launch(self, name, M, N, K, *arguments, columns=None, splits=None):
+    def launch(self, name, M, N, K, *arguments, columns=None, splits=None, threads=None):
         g = self.geometry
         across = blocks(N, columns or g.MATMUL_BN)
         band = 32 if across > 64 else 8  # rows of tiles done together, to share operands in L2
         grid = min(blocks(M, g.MATMUL_BM) * across * (splits or 1), self.device.sm_count)
-        threads = g.MATMUL_GELU_THREADS if "gelu" in name and name != "matmul_backward_inp_gelu" else g.MATMUL_THREADS
-        self.device.launch(name, (grid,), (threads,), *arguments, M, N, K, band, *([splits] if splits else []))
+        self.device.launch(name, (grid,), (threads or g.MATMUL_THREADS,), *arguments, M, N, K, band,
+                           *([splits] if splits else []))

@@ -20,28 +20,26 @@ def group_bytes(group):
     return max(table_bytes(table, ALIGN) for table in group.values())
 
 
-def memory_plan(architecture, config, settings, device):
-    """What the trainer allocates: [(bytes, what for)]."""
+def memory_plan(architecture, config, settings, device, text=False):
+    """What the trainer allocates: [(bytes, what for)]. text: a Decoder, too."""
     B, T, precision, ranks = settings.B, settings.T, settings.precision, settings.gpus
     shares = Shares(architecture.parameter_table(config), ranks)
-    share = 4 * shares.share_size(ranks - 1)
+    state = architecture.Optimizer.table(settings, shares.share_size(ranks - 1))
     tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
     operands = []
     if precision.fp8:
         from llmc.gpu.fp8 import operand_table
         operands = operand_table(shares.table, B * T, recomputed_inputs(architecture, settings))
         operands = [(table_bytes(operands, ALIGN), "operands in 8 bits")]
-    text = Decoder.tables(architecture, config, precision, 1, T, device.geometry) if makes_text(device) else ()
+    decoder = Decoder.tables(architecture, config, precision, 1, T, device.geometry) if text else ()
     return [
         (table_bytes(architecture.parameter_table(config, precision.dtype)), "parameters"),
-        *([(share, "float32 master weights")] if settings.master else []),
         (table_bytes(architecture.parameter_table(config, precision.grads)), "gradients"),
-        *([(share, "sums of gradients")] if settings.micro_steps > ranks else []),
         *([(Row((shares.received_size(),), precision.grads).bytes(), "gradients of all ranks")] if ranks > 1 else []),
-        (2 * share, "AdamW's moments"),
+        *((row.bytes(ALIGN), f"{architecture.Optimizer.__name__}'s {name}") for name, row in state.items()),
         *((group_bytes(group), what) for what, group in tables.items()),
         *operands,
-        *([(sum(table_bytes(table, ALIGN) for table in text), "text")] if text else []),
+        *([(sum(table_bytes(table, ALIGN) for table in decoder), "text")] if text else []),
         (2 * WORKSPACE + 4 * transposed_elements(config, settings), "matmul workspaces"),
         (table_bytes(batch_table(B, T, settings.own_micro_steps)) + (64 << 10), "the batch"),
     ]
@@ -57,16 +55,11 @@ def recomputed_inputs(architecture, settings):
     return [name for name, row in architecture.READS.items() if row in architecture.RECOMPUTED[settings.recompute]]
 
 
-def makes_text(device):
-    """Whether the device was opened with a Decoder's kernels."""
-    return hasattr(device.geometry, "DECODE_SPLIT")
-
-
-def check_memory(architecture, config, settings, device):
+def check_memory(architecture, config, settings, device, text=False):
     """Return the memory_plan. If it does not fit, raise UserError: memory needed, memory free, what would fit."""
 
     def needed(**changed):
-        plan = memory_plan(architecture, config, dataclasses.replace(settings, **changed), device)
+        plan = memory_plan(architecture, config, dataclasses.replace(settings, **changed), device, text)
         return sum(size for size, _ in plan)
 
     free = cp.cuda.runtime.memGetInfo()[0] - RESERVE
@@ -81,4 +74,4 @@ def check_memory(architecture, config, settings, device):
             hint += ", or pass --recompute 2"
         raise UserError(f"-b {settings.B} -t {settings.T} needs {needed() + RESERVE >> 20} MiB of GPU memory,"
                         f" {free + RESERVE >> 20} MiB are free; {hint}")
-    return memory_plan(architecture, config, settings, device)
+    return memory_plan(architecture, config, settings, device, text)

@@ -20,7 +20,7 @@ class TrainerSaver(Saver):
 
     def restore(self, step, loader, random):
         trainer, settings = self.model, self.settings
-        owned = trainer.state_room(with_exact=trainer.optimizer.master is not None or not trainer.precision.bf16)
+        owned = trainer.state_room()
         has_exact = restore(settings, owned, step, loader, random)
         with notes_of(settings.output_dir, step) as notes:
             recent = read_recent(notes)

@@ -161,8 +161,8 @@ class OwnedShare(Owned):
 
     def read(self, f, header, hint):
         """Fill the arrays from the files of all ranks that wrote a state, any number of them; f: rank 0's."""
-        ranks, ours = int(header[2]), is_ours(header)
-        if ranks > 1 and not ours and is_whole(f, header, self.shares.size):
+        ranks, ours, arrays = int(header[2]), is_ours(header), self.in_file(header[4]).values()
+        if ranks > 1 and not ours and is_whole(f, len(arrays) * self.shares.size):
             ranks = 1  # llm.c without ZeRO: each rank's file has all
         sources = Shares(self.table, ranks, llmc=not ours)
         with contextlib.ExitStack() as stack:
@@ -173,9 +173,9 @@ class OwnedShare(Owned):
                 different = [slot for slot in (2, 4, 5, 10, 43, 44) if files[-1][1][slot] != header[slot]]
                 if different or files[-1][1][3] != rank:
                     raise UserError(f"{other.name}: does not belong to {f.name}; {hint}")
-            ends = [check_state_size(*file, sources.share_size(rank), sources.size, hint)
+            ends = [check_state_size(*file, len(arrays) * sources.share_size(rank), sources.size, hint)
                     for rank, file in enumerate(files)]
-            for i, array in enumerate((self.m, self.v, self.exact)[: 2 + int(header[4])]):
+            for i, array in enumerate(arrays):
                 for rank, (source, _) in enumerate(files) if array is not None else ():
                     self.read_from(source, HEADER_BYTES + 4 * i * sources.share_size(rank), sources.pieces(rank), array)
         return ends[0]

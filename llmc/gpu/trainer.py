@@ -16,7 +16,7 @@ from llmc.gpu.decoder import Decoder, decode_files, decode_geometry
 from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, record_event, to_float32
 from llmc.gpu.geometry import check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import Matmul
-from llmc.gpu.memory import check_memory, group_bytes, makes_text, recomputed_inputs, transposed_elements
+from llmc.gpu.memory import check_memory, group_bytes, recomputed_inputs, transposed_elements
 from llmc.gpu.precision import round_weights
 from llmc.gpu.shares import OwnedShare, Shares
 from llmc.loop import Update
@@ -55,7 +55,7 @@ def open_trainer(architecture, gpu, config, params, settings, ranks=SINGLE_PROCE
     text = settings.sample_every > 0 and ranks.is_first
     device, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul, text)
     print(f"kernels: {device.compiled} compiled, {device.cached} from the cache")
-    return Trainer(architecture, config, settings, matmul, params, ranks)
+    return Trainer(architecture, config, settings, matmul, params, ranks, text)
 
 
 def open_evaluator(architecture, gpu, config, params):
@@ -128,9 +128,9 @@ class Trainer(ForwardPasses):
 
     fp8 = None  # in a run of --dtype fp8, an Fp8
 
-    def __init__(self, architecture, config, settings, matmul, params, ranks=SINGLE_PROCESS):
-        """architecture: a class like GPT2; params: float32 Tensors on the host; ranks: a Ranks. Raises UserError if not
-        everything fits into the GPU's free memory."""
+    def __init__(self, architecture, config, settings, matmul, params, ranks=SINGLE_PROCESS, text=False):
+        """architecture: a class like GPT2; params: float32 Tensors on the host; ranks: a Ranks; text: with a Decoder.
+        Raises UserError if not everything fits into the GPU's free memory."""
         optimizer, self.several, self.peers = architecture.Optimizer, None, None
         if settings.precision.fp8:
             from llmc.gpu.fp8 import Fp8, fp8_model
@@ -145,7 +145,7 @@ class Trainer(ForwardPasses):
             self.peers = zero.Nccl(ranks)
             with device.stream:
                 self.peers.connect(device.stream)
-        self.plan = check_memory(architecture, config, settings, device)
+        self.plan = check_memory(architecture, config, settings, device, text)
         with device.stream:
             self.params = self.allocate_shared(architecture.parameter_table(config, self.precision.dtype))
             self.grads = self.allocate_shared(architecture.parameter_table(config, self.precision.grads))
@@ -169,7 +169,7 @@ class Trainer(ForwardPasses):
             matmul.allocate(transposed_elements(config, settings))
             self.batch = allocate(batch_table(settings.B, settings.T, settings.own_micro_steps), cp)
             self.loss = cp.zeros(1, np.float32)  # of an evaluation
-        if makes_text(device):
+        if text:
             self.decoder = Decoder(architecture, device, config, self.params, self.precision, 1, settings.T)
 
         # Pinned memory has two halves: the host fills one while the GPU runs the step of the other.
@@ -186,16 +186,16 @@ class Trainer(ForwardPasses):
 
     def set_params(self, params):
         """Copy the weights, float32 Tensors, from the host. In bfloat16, they are rounded on the GPU, a share's size at
-        a time, with m as scratch."""
+        a time, with the optimizer's state as scratch."""
         if not self.precision.bf16:
             copy_to_gpu(self.params.buffer, params.buffer)
             return
-        m, master = self.optimizer.m, self.optimizer.master
-        exact, rounded, size = flat(params), flat(self.params), m.size // 8 * 8  # whole packs of round_weights
+        scratch, master = getattr(self.optimizer, self.optimizer.STATE[0]), self.optimizer.master
+        exact, rounded, size = flat(params), flat(self.params), scratch.size // 8 * 8  # whole packs of round_weights
         for begin in range(0, exact.size, size):
             part = slice(begin, begin + size)
-            round_weights(self.device, rounded[part], copy_to_gpu(m[: exact[part].size], exact[part]))
-        m.fill(0)
+            round_weights(self.device, rounded[part], copy_to_gpu(scratch[: exact[part].size], exact[part]))
+        scratch.fill(0)
         if master is not None:
             copy_to_gpu(master, self.shares.take(exact, self.ranks.rank))
 
@@ -328,7 +328,7 @@ class Trainer(ForwardPasses):
     # -- state: between the GPU and the host's checkpoints
 
     def to_host(self, tensors):
-        """Copy params or grads or, on one GPU, the array m, v or master to the host, as float32 Tensors."""
+        """Copy params or grads or, on one GPU, an array of the optimizer's state to the host, as float32 Tensors."""
         table = {name: row._replace(dtype="float32") for name, row in self.params.table.items()}
         array = flat(tensors) if isinstance(tensors, Tensors) else tensors
         with self.device.stream:
@@ -339,26 +339,28 @@ class Trainer(ForwardPasses):
         with self.device.stream:
             return views(self.params.table, self.params.buffer.get())
 
-    def state_room(self, with_exact):
+    def state_room(self):
         """Allocate room on the host for this rank's share of the optimizer state."""
-        arrays = [np.empty(self.optimizer.m.size, np.float32) for _ in range(3 if with_exact else 2)]
-        return self.owned(*arrays)
+        size, has_exact = self.shares.share_size(self.ranks.rank), self.optimizer.master is not None
+        state = {name: np.empty(size, np.float32) for name in self.optimizer.STATE}
+        return self.owned(state, np.empty(size, np.float32) if has_exact or not self.precision.bf16 else None)
 
     def state_now(self):
         """Copy this rank's share of the optimizer state to the host."""
+        optimizer = self.optimizer
         with self.device.stream:
-            m, v, master = self.optimizer.m, self.optimizer.v, self.optimizer.master
-            return self.owned(m.get(), v.get(), None if master is None else master.get())
+            state = {name: getattr(optimizer, name).get() for name in optimizer.STATE}
+            return self.owned(state, None if optimizer.master is None else optimizer.master.get())
 
-    def owned(self, m, v, exact=None):
-        return OwnedShare(self.params.table, m, v, exact, self.shares, self.ranks.rank)
+    def owned(self, state, exact):
+        return OwnedShare(self.params.table, state, exact, self.shares, self.ranks.rank)
 
     def set_state(self, owned, has_exact, step, recent):
         """Continue from a checkpoint. owned: this rank's share; has_exact: whether it has float32 weights; recent: (2,)
         RECENT. A bfloat16 model keeps its weights: they may be owned.exact rounded stochastically."""
         with self.device.stream:
-            copy_to_gpu(self.optimizer.m, owned.m)
-            copy_to_gpu(self.optimizer.v, owned.v)
+            for name, array in owned.state.items():
+                copy_to_gpu(getattr(self.optimizer, name), array)
             if has_exact and self.optimizer.master is not None:
                 copy_to_gpu(self.optimizer.master, owned.exact)
             elif has_exact and not self.precision.bf16:
@@ -371,6 +373,5 @@ class Trainer(ForwardPasses):
 
     def recent_values(self):
         """(2,) RECENT: losses and norms of the last updates, or zeros if outliers are not skipped."""
-        recent = self.optimizer.recent
         with self.device.stream:
-            return np.zeros(2, RECENT) if recent is None else recent.get().view(RECENT)
+            return self.optimizer.recent.get().view(RECENT)
