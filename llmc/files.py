@@ -127,8 +127,8 @@ def file_crc(path):
     """CRC-32 of a file's bytes."""
     crc = 0
     with open(path, "rb") as f:
-        while piece := f.read(4 * FILE_CHUNK):
-            crc = zlib.crc32(piece, crc)
+        while chunk := f.read(4 * FILE_CHUNK):
+            crc = zlib.crc32(chunk, crc)
     return crc
 
 
@@ -150,5 +150,5 @@ FILE_CHUNK = 1 << 20  # elements that file readers and writers hold at a time
 
 
 def chunks(array):
-    """Yield a flat array in consecutive pieces of at most FILE_CHUNK elements."""
+    """Yield a flat array in consecutive chunks of at most FILE_CHUNK elements."""
     return (array[i : i + FILE_CHUNK] for i in range(0, array.size, FILE_CHUNK))

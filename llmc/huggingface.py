@@ -1,9 +1,6 @@
-"""
-Hugging Face's folders: what config.json says, the names and the order of the weights, a model from such a folder.
-
-Of GPT-2 and of Llama 3. Other models that are only Llama by another name (SmolLM2, TinyLlama, Mistral without a sliding
-window) are read, too; what this project does not compute is refused, with the field that says so.
-"""
+"""Hugging Face's folders: their config.json, names and order of weights, and a model from such a folder: GPT-2, Llama 3
+or a model that is Llama by another name (SmolLM2, TinyLlama, Mistral without a sliding window). A config.json that asks
+for anything else is refused, by the name of the field."""
 
 import json
 import os
@@ -79,7 +76,7 @@ def neighbours(weight, heads):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# GPT-2: our 16 stacked tensors and Hugging Face's
+# GPT-2
 
 GPT2_LAYER = {  # our name -> the module's name within a layer
     "ln1w": "ln_1.weight", "ln1b": "ln_1.bias", "qkvw": "attn.c_attn.weight", "qkvb": "attn.c_attn.bias",
@@ -101,7 +98,7 @@ def gpt2_slices(config, tensors):
                 yield name, f"h.{l}.{GPT2_LAYER[name]}", tensor[l]
 
 
-GPT2_EXPECTED = {  # what this GPT-2 computes; a config.json that says otherwise belongs to another architecture
+GPT2_EXPECTED = {  # what this GPT-2 computes
     "model_type": ("gpt2",), "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),

@@ -1,8 +1,5 @@
-"""
-Vocabularies: text to ids and back, in bytes, characters, GPT-2's tokens or those of a Hugging Face folder.
-
-Not a program: the prepro programs tokenize with an encoding, programs that use a model load its Vocabulary.
-"""
+"""Vocabularies: text to ids and back, in bytes, characters, GPT-2's tokens or those of a Hugging Face folder. To
+tokenize text files, prepro/ loads an encoding; programs that use a model load its Vocabulary."""
 
 import functools
 import json
@@ -64,7 +61,7 @@ class HFEncoding(PlainEncoding):
     def decode_single_token_bytes(self, id):
         token = self.backend.id_to_token(id)
         if token is None:
-            return b"\xef\xbf\xbd"  # a row of the model that no token has
+            return b"\xef\xbf\xbd"  # the model has more rows than the vocabulary tokens
         if id in self.special:
             return token.encode()
         if self.byte_level:
@@ -149,10 +146,6 @@ def save_vocabulary(path, encoding, version=2):
                 f.write(data)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# a model's vocabulary
-
-
 @dataclass
 class Vocabulary(Tokenizer):
     """A tokenizer that can encode: one of tokenizer.bin's kinds, told by its tokens, or that of a folder."""
@@ -221,19 +214,17 @@ def load_vocabulary(model, V, path=None):
     directory = model if os.path.isdir(model) else os.path.dirname(model)
     label = re.sub(r"^(gpt2|llama3)_|(_bf16)?\.bin$", "", os.path.basename(model))
     beside = [os.path.join(directory, f"{name}tokenizer.bin") for name in (f"{label}_", "", "gpt2_")]
-    if not path:
-        path = next(filter(os.path.lexists, beside if KNOWN.get(V) == "gpt2" else beside[:2]), None)
+    path = path or next(filter(os.path.lexists, beside if KNOWN.get(V) == "gpt2" else beside[:2]), None)
+    encodes = f"{os.fspath(path or beside[1]).removesuffix('tokenizer.bin')}tokenizer.json"
+    has_folder = V not in KNOWN and os.path.exists(encodes)
     if path:
         found = read_tokenizer(path)
         if len(found.tokens) != V:
             raise UserError(f"{path}: {len(found.tokens)} tokens, but the model has V={V}: pass --tokenizer FILE")
-        encodes, folder = f"{os.fspath(path).removesuffix('tokenizer.bin')}tokenizer.json", None
         plain = all(len(token) <= 4 for id, token in enumerate(found.tokens) if id != found.eot)  # bytes or characters
-        if V not in KNOWN and not plain and os.path.exists(encodes):
-            folder = HFEncoding(encodes, found.eot)
+        folder = HFEncoding(encodes, found.eot) if has_folder and not plain else None
         return Vocabulary(found.tokens, found.eot, path, folder)
-    encodes = os.path.join(directory, "tokenizer.json")
-    if V not in KNOWN and os.path.exists(encodes):
+    if has_folder:
         encoding = HFEncoding(encodes)
         if encoding.n_vocab > V:
             raise UserError(f"{encodes}: {encoding.n_vocab} tokens, but the model has V={V}")

