@@ -103,7 +103,7 @@ def score(model, tokens, windows, B, T, what):
 
 
 class Sum:
-    """Sums over the scored tokens: their losses and number, and the losses and bytes of those that are text."""
+    """Sums over the scored tokens: losses and number of all, and losses and bytes of those that are not end of text."""
 
     def __init__(self, tokenizer=None):
         self.loss, self.tokens, self.text_loss, self.bytes = 0.0, 0, 0.0, 0
@@ -217,9 +217,9 @@ def parse_arguments():
 
 
 def data_of_run(model):
-    """Return the validation data of a run, which its newest checkpoint names; raises UserError if there is none."""
+    """Return the validation data that a run's newest checkpoint names; raises UserError if there is none."""
     if not os.path.exists(os.path.join(model, "config.json")):
-        model_file(model)  # says so if there is no model
+        model_file(model)  # raises UserError if there is no model
     step = newest_checkpoint(model)
     with notes_of(model, step) if step is not None else contextlib.nullcontext({}) as notes:
         if "data" in notes:

@@ -65,7 +65,7 @@ from train_llama3 import Llama3, rope_table
 PRETRAINED = {"gpt2": "124M", "gpt2-medium": "355M", "gpt2-large": "774M", "gpt2-xl": "1558M"}  # name -> file label
 INPUT = os.path.join("data", "tiny_shakespeare_val.bin")
 VOCABULARIES = {"gpt2": 50257, "bytes": 257}
-VERSIONS = {  # --llmc -> the versions of the files that this llm.c reads (0: it has no such file)
+VERSIONS = {  # --llmc -> the file versions that this llm.c reads (0: it has no such file)
     "today": SimpleNamespace(model=3, bf16_model=5, debug_state=2, tokenizer=2),
     "april2024": SimpleNamespace(model=1, bf16_model=0, debug_state=1, tokenizer=1),
 }
@@ -311,7 +311,7 @@ def write_hf_folder(model, folder):
     if os.path.lexists(vocabulary):
         tokenizer = read_tokenizer(vocabulary)
         tokenizer_files = our_tokenizer_files(config, tokenizer) | {"tokenizer.bin": read_input(vocabulary)}
-        if "tokenizer.json" not in tokenizer_files:  # that of the folder that the run began with
+        if "tokenizer.json" not in tokenizer_files:  # the run may have started from a folder with one
             beside = {name: os.path.join(os.path.dirname(vocabulary), name) for name in FOLDER_FILES}
             tokenizer_files |= {name: read_input(path) for name, path in beside.items() if os.path.exists(path)}
     elif config.V == VOCABULARIES["bytes"]:
@@ -348,7 +348,7 @@ def write_hf_folder(model, folder):
                  for name, module_name, view in gpt2_slices(config, params)}
     state = {name: torch.from_numpy(np.ascontiguousarray(view)) for name, view in state.items()}
     files = {"model.safetensors": safetensors.torch.save(state, metadata={"format": "pt"}), **tokenizer_files,
-             "config.json": json.dumps(hf, indent=2).encode()}  # last: it makes the folder one
+             "config.json": json.dumps(hf, indent=2).encode()}  # last: it makes this a Hugging Face folder
     for name, data in files.items():
         with replacing(os.path.join(folder, name)) as f:
             f.write(data)
@@ -531,7 +531,7 @@ def write_files(args, architecture, config, params, label, batch, encoding):
 
 
 def check_not_read(model, path, version):
-    """Raise UserError if writing `path` would replace the file that --model reads by one of another version."""
+    """Raise UserError if writing `path` would overwrite --model's own file with another version."""
     if os.path.isfile(model) and os.path.exists(path) and os.path.samefile(model, path):
         found = int(np.fromfile(path, "<i4", 2)[1])
         if found != version:  # the same version would write the same weights
@@ -560,8 +560,8 @@ def print_iteration(iteration, loss, seconds):
 
 
 def vocabulary_of(model, config):
-    """Return the encoding of a Hugging Face folder, or that of the model's V; None if there is none or, with a warning,
-    if loading it fails."""
+    """Return the encoding of a Hugging Face folder, or the known one with V tokens; None if there is none or, with a
+    warning, if loading it fails."""
     try:
         if os.path.exists(os.path.join(model, "tokenizer.json")) and config.V not in VOCABULARIES.values():
             return HFEncoding(os.path.join(model, "tokenizer.json"))
