@@ -52,7 +52,7 @@ from llmc.dataloader import open_tokens
 from llmc.debugstate import DebugState, fingerprint, write_debug_state
 from llmc.errors import UserError, run_main
 from llmc.files import make_directory, replacing
-from llmc.huggingface import LLAMA_SIZES, TRANSPOSED, gpt2_slices, llama_slices, neighbours
+from llmc.huggingface import LLAMA_SIZES, TRANSPOSED, gpt2_slices, llama_slices, neighbors
 from llmc.resume import model_file, newest_checkpoint
 from llmc.sampler import end_of_text
 from llmc.tensors import allocate
@@ -271,12 +271,12 @@ def collect_gradients(config, model, dtype="float32"):
     table = (GPT2 if isinstance(config, Config) else Llama3).parameter_table(config, dtype)
     tensors, parameters = allocate(table), dict(model.named_parameters())
     for name, view, heads in module_slices(config, tensors):
-        view[...] = neighbours(parameters[name].grad.numpy(), heads)
+        view[...] = neighbors(parameters[name].grad.numpy(), heads)
     return tensors
 
 
 def halves(weight, heads):
-    """The inverse of `neighbours`: our order of rows -> Hugging Face's."""
+    """The inverse of `neighbors`: our order of rows -> Hugging Face's."""
     return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape) if heads else weight
 
 
@@ -287,7 +287,7 @@ def fetch_pretrained(repository):
     try:
         return snapshot_download(repository, allow_patterns=["config.json", *files])
     except GatedRepoError:
-        raise UserError(f"{repository}: its owner asks who downloads it: accept the licence at"
+        raise UserError(f"{repository}: its owner asks who downloads it: accept the license at"
                         f" https://huggingface.co/{repository}, then set HF_TOKEN to a token of yours") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise UserError(f"{repository}: the download from Hugging Face failed ({reason(error)}); random weights"

@@ -55,7 +55,7 @@ def whole_numbers(hf, names, path):
 
 def llama_slices(config, tensors):
     """Yield (module's name, NumPy view, heads) of every weight, without padding. heads: 0, or their number where RoPE
-    turns pairs of rows, which are neighbours here; Hugging Face stores all first rows of a head, then all second."""
+    turns pairs of rows, which are neighbors here; Hugging Face stores all first rows of a head, then all second."""
     Q, K, F = config.Q, config.K, config.F
     rows = {"self_attn.q_proj": (0, Q), "self_attn.k_proj": (Q, Q + K), "self_attn.v_proj": (Q + K, Q + 2 * K),
             "mlp.up_proj": (0, F), "mlp.gate_proj": (F, 2 * F)}
@@ -70,7 +70,7 @@ def llama_slices(config, tensors):
         yield "lm_head.weight", tensors.lm_head[: config.V], 0
 
 
-def neighbours(weight, heads):
+def neighbors(weight, heads):
     """Hugging Face's order of rows -> ours."""
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape) if heads else weight
 
@@ -175,7 +175,7 @@ def read_hf_folder(folder, gpt2, llama):
         fetch(f"model.layers.{config.L - 1}.mlp.down_proj.weight", (config.C, config.F))
         params = allocate(llama.parameter_table(config))
         for module_name, view, heads in llama_slices(config, params):
-            view[:] = neighbours(fetch(module_name, view.shape), heads)
+            view[:] = neighbors(fetch(module_name, view.shape), heads)
     else:
         fetch("wte.weight", (config.V, config.C))  # as above
         fetch("wpe.weight", (config.maxT, config.C))

@@ -10,8 +10,8 @@ from llmc.files import errors_of_writing, make_directory, replacing
 RULE = re.compile(r"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ---")  # separates a run's lines from those of earlier runs
 COLUMNS = "step,tokens,seconds,train_loss,val_loss,learning_rate,norm,tokens_per_second,hellaswag".split(",")
 FP8_COLUMNS = ["fp8_saturated", "fp8_underflowed"]  # with --dtype fp8: how many numbers of an update
-LINE = re.compile(r"s:([0-9]{1,10}) ()")
-ROW = re.compile(r"([0-9]{1,10}),[0-9]+,[0-9]{1,10}\.[0-9]+,([0-9a-z.+-]*)(,[0-9a-z.+-]*){5,7}\n")
+LOG_LINE = re.compile(r"s:([0-9]{1,10}) ()")
+TABLE_LINE = re.compile(r"([0-9]{1,10}),[0-9]+,[0-9]{1,10}\.[0-9]+,([0-9a-z.+-]*)(,[0-9a-z.+-]*){5,7}\n")
 
 
 def last_run(lines):
@@ -33,7 +33,7 @@ class Log:
             return
         path = os.path.join(settings.output, "main.log") if self.detailed else settings.output
         make_directory(os.path.dirname(path))
-        self.file = opened(path, first_step, LINE)
+        self.file = opened(path, first_step, LOG_LINE)
         if self.file.tell() and not first_step:
             append(self.file, time.strftime("--- %Y-%m-%d %H:%M:%S ---\n"))
         if self.detailed:
@@ -46,7 +46,7 @@ class Log:
             while os.path.exists(old := f"{path.removesuffix('.csv')}.{number}.csv"):
                 number += 1
             os.rename(path, old)
-        self.table = opened(path, first_step, ROW)
+        self.table = opened(path, first_step, TABLE_LINE)
         if not self.table.tell():
             append(self.table, ",".join(self.columns) + "\n")
         self.table.seek(0)
