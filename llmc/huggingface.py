@@ -12,6 +12,8 @@ from llmc.errors import UserError, import_package
 from llmc.files import open_input
 from llmc.tensors import allocate, check_finite
 
+HINT = "expected a Hugging Face folder with config.json and model.safetensors"
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Llama 3
 
@@ -112,12 +114,6 @@ def gpt2_config_of(hf, path, Config):
     size = whole_numbers(hf, {"maxT": "n_positions", "V": "vocab_size", "L": "n_layer", "NH": "n_head", "C": "n_embd"},
                          path)
     return Config(**size, Vp=padded(size["V"]))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# folders
-
-HINT = "expected a Hugging Face folder with config.json and model.safetensors"
 
 
 def read_hf_folder(folder, gpt2, llama):
