@@ -29,7 +29,7 @@ def tokens_hint(path):
     return f"make it of your text with: python prepro_text.py FILE --output {prefix[1] if prefix else 'PREFIX'}"
 
 
-def write_tokens(path, pieces, count, format="int32"):
+def write_tokens(path, arrays, count, format="int32"):
     """Write the `count` tokens of an iterable of integer arrays, as 'int32', 'uint16' or 'uint32'."""
     magic, version, dtype = HEADERS.get(format, (None, None, "<i4"))
     with replacing(path) as f:
@@ -37,8 +37,8 @@ def write_tokens(path, pieces, count, format="int32"):
             header = make_header(magic, version)
             header[2:4] = np.array([count], "<u8").view("<i4")
             f.write(header)
-        for piece in pieces:
-            f.write(np.asarray(piece).astype(dtype))
+        for array in arrays:
+            f.write(np.asarray(array).astype(dtype))
 
 
 class TokenFile:

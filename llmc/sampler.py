@@ -30,7 +30,7 @@ class Random:
 
 
 def sample_multinomial(probs, coin):
-    """The first id whose running sum of probs (V,) exceeds coin; the last id when rounding leaves none."""
+    """The first id at which the running sum of probs (V,) exceeds coin; the last id if rounding keeps all below it."""
     return min(int(np.searchsorted(np.cumsum(probs), np.float32(coin), side="right")), probs.size - 1)
 
 

@@ -52,7 +52,7 @@ def write_tokenizer(path, tokens, eot, version=2):
 
 
 def keep_tokenizer(directory, tokenizer):
-    """Write tokenizer.bin, for programs that use the models beside it; raises UserError if another one is there."""
+    """Write tokenizer.bin, for the models in this directory; raises UserError if it exists and differs."""
     path = os.path.join(directory, "tokenizer.bin")
     if not os.path.lexists(path):
         write_tokenizer(path, tokenizer.tokens, tokenizer.eot)
