@@ -40,7 +40,7 @@ help:
 	@echo "make bench       step time and memory against PyTorch on this machine (a GPU: ten minutes, and into the docs)"
 	@echo "make check       on a GPU: one batch through both trainers, every activation and gradient side by side"
 	@echo "make profile     on a GPU: where the time of a step goes, kernel by kernel"
-	@echo "make sanitize    the kernels' tests under compute-sanitizer: memory, races, uninitialised reads, barriers"
+	@echo "make sanitize    the kernels' tests under compute-sanitizer: memory, races, uninitialized reads, barriers"
 	@echo "make clean       remove the data that make train made (.venv and runs/ stay)"
 	@echo "Settings: PYTHON=... (use that interpreter, no .venv), STEPS=$(STEPS) and RUN=$(RUN) (of make train)"
 
