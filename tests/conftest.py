@@ -102,7 +102,14 @@ def pytest_collection_modifyitems(config, items):
     except UserError as error:
         items[:] = [item for item in items if item not in set(needing)]
         config.hook.pytest_deselected(items=needing)
-        config.without_gpu = f"GPU: {len(needing)} tests need one and did not run ({re.split('[:;] ', str(error))[0]})"
+        reason = re.split("[:;] ", str(error))[0]
+        output = getattr(config, "workeroutput", vars(config))  # of one of pytest-xdist's processes, or the only one
+        output["without_gpu"] = f"GPU: {len(needing)} tests need one and did not run ({reason})"
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node):
+    vars(node.config).update({name: text for name, text in node.workeroutput.items() if name == "without_gpu"})
 
 
 def pytest_terminal_summary(terminalreporter, config):
