@@ -35,12 +35,13 @@ SANITIZE ?= (3-97 and (C64x or C240x or C1600x)) or (grouped and 3-97 and (2-2 o
 
 help:
 	@echo "make train       train a small GPT-2 on the English in Python's standard library: three minutes, no download"
-	@echo "make test        parity with PyTorch on small models, formats, errors: three minutes after installation"
+	@echo "make test        parity with PyTorch on small models, formats, errors; on a GPU, some cases of each kernel's tests"
+	@echo "make test-gpu    every case, on a GPU"
 	@echo "make test-124M   parity of random GPT-2 124M, B=4, T=64, all kernels compiled: some minutes, 14 GB of memory"
 	@echo "make bench       step time and memory against PyTorch on this machine (a GPU: ten minutes, and into the docs)"
 	@echo "make check       on a GPU: one batch through both trainers, every activation and gradient side by side"
 	@echo "make profile     on a GPU: where the time of a step goes, kernel by kernel"
-	@echo "make sanitize    the kernels' tests under compute-sanitizer: memory, races, uninitialised reads, barriers"
+	@echo "make sanitize    the kernels' tests under compute-sanitizer: memory, races, uninitialized reads, barriers"
 	@echo "make clean       remove the data that make train made (.venv and runs/ stay)"
 	@echo "Settings: PYTHON=... (use that interpreter, no .venv), STEPS=$(STEPS) and RUN=$(RUN) (of make train)"
 
@@ -55,7 +56,10 @@ train: $(ENVIRONMENT) data/pyprose_train.bin
 
 test: $(ENVIRONMENT)
 	$(PYTHON) -m ruff check -q
-	$(PYTHON) -m pytest -q
+	$(PYTHON) -m pytest -q -n auto --maxprocesses 8 --dist worksteal
+
+test-gpu: $(ENVIRONMENT)
+	$(PYTHON) -m pytest -q -n auto --maxprocesses 8 --dist worksteal --every-case
 
 test-124M: $(ENVIRONMENT)
 	$(PYTHON) -m pytest -q -m large
@@ -101,4 +105,4 @@ endif
 	.venv/bin/python -m pip install -q --progress-bar on $(or $(REQUIREMENTS:%=-r %),numpy -c requirements.txt)
 	@touch $@
 
-.PHONY: help train test test-124M bench check profile sanitize clean
+.PHONY: help train test test-gpu test-124M bench check profile sanitize clean

@@ -33,7 +33,8 @@ import numpy as np
 
 from llmc.dataloader import find_files, names_shards, open_tokens, validation_name
 from llmc.errors import Parser, UserError, run_main
-from llmc.hellaswag import HELLASWAG, check_fits, count_correct, read_examples
+from llmc.files import HELLASWAG
+from llmc.hellaswag import count_correct, load_examples
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.progress import print_table
 from llmc.resume import model_file, newest_checkpoint, notes_of
@@ -104,7 +105,7 @@ def score(model, tokens, windows, B, T, what):
 
 
 class Sum:
-    """Sums over the scored tokens: their losses and number, and the losses and bytes of those that are text."""
+    """Sums over the scored tokens: losses and number of all, and losses and bytes of those that are not end of text."""
 
     def __init__(self, tokenizer=None):
         self.loss, self.tokens, self.text_loss, self.bytes = 0.0, 0, 0.0, 0
@@ -218,9 +219,9 @@ def parse_arguments():
 
 
 def data_of_run(model):
-    """Return the validation data of a run, which its newest checkpoint names; raises UserError if there is none."""
+    """Return the validation data that a run's newest checkpoint names; raises UserError if there is none."""
     if not os.path.exists(os.path.join(model, "config.json")):
-        model_file(model)  # says so if there is no model
+        model_file(model)  # raises UserError if there is no model
     step = newest_checkpoint(model)
     with notes_of(model, step) if step is not None else contextlib.nullcontext({}) as notes:
         if "data" in notes:
@@ -242,9 +243,8 @@ def evaluate(args):
         files = open_files(args.data, config.V, args.tokens)
         tokenizer = load_vocabulary(args.model, config.V, getattr(args, "tokenizer", None))
     if hasattr(args, "hellaswag"):
-        examples = read_examples(args.hellaswag, config.V)[: args.examples or None]
         hint = "pass --context" if T < config.maxT else "this is the model's longest sequence: train one with -t"
-        check_fits(args.hellaswag, examples, T, hint)
+        examples = load_examples(args.hellaswag, config.V, T, args.examples, hint)
     model, device, B = open_model(architecture, config, params, args.device, T)
     B = args.batch_size or B
     model.allocate_activations(B, T)

@@ -52,7 +52,7 @@ from llmc.dataloader import open_tokens
 from llmc.debugstate import DebugState, fingerprint, write_debug_state
 from llmc.errors import Parser, UserError, run_main
 from llmc.files import make_directory, replacing
-from llmc.huggingface import TRANSPOSED, gpt2_slices, halves, llama_hf_config, llama_slices, neighbours
+from llmc.huggingface import LLAMA_SIZES, TRANSPOSED, gpt2_slices, llama_slices, neighbors
 from llmc.resume import model_file, newest_checkpoint
 from llmc.sampler import end_of_text
 from llmc.tensors import allocate
@@ -65,7 +65,7 @@ from train_llama3 import Llama3, rope_table
 PRETRAINED = {"gpt2": "124M", "gpt2-medium": "355M", "gpt2-large": "774M", "gpt2-xl": "1558M"}  # name -> file label
 INPUT = os.path.join("data", "tiny_shakespeare_val.bin")
 VOCABULARIES = {"gpt2": 50257, "bytes": 257}
-VERSIONS = {  # --llmc -> the versions of the files that this llm.c reads (0: it has no such file)
+VERSIONS = {  # --llmc -> the file versions that this llm.c reads (0: it has no such file)
     "today": SimpleNamespace(model=3, bf16_model=5, debug_state=2, tokenizer=2),
     "april2024": SimpleNamespace(model=1, bf16_model=0, debug_state=1, tokenizer=1),
 }
@@ -271,8 +271,13 @@ def collect_gradients(config, model, dtype="float32"):
     table = (GPT2 if isinstance(config, Config) else Llama3).parameter_table(config, dtype)
     tensors, parameters = allocate(table), dict(model.named_parameters())
     for name, view, heads in module_slices(config, tensors):
-        view[...] = neighbours(parameters[name].grad.numpy(), heads)
+        view[...] = neighbors(parameters[name].grad.numpy(), heads)
     return tensors
+
+
+def halves(weight, heads):
+    """The inverse of `neighbors`: our order of rows -> Hugging Face's."""
+    return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape) if heads else weight
 
 
 def fetch_pretrained(repository):
@@ -282,7 +287,7 @@ def fetch_pretrained(repository):
     try:
         return snapshot_download(repository, allow_patterns=["config.json", *files])
     except GatedRepoError:
-        raise UserError(f"{repository}: its owner asks who downloads it: accept the licence at"
+        raise UserError(f"{repository}: its owner asks who downloads it: accept the license at"
                         f" https://huggingface.co/{repository}, then set HF_TOKEN to a token of yours") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise UserError(f"{repository}: the download from Hugging Face failed ({reason(error)}); random weights"
@@ -306,7 +311,7 @@ def write_hf_folder(model, folder):
     if os.path.lexists(vocabulary):
         tokenizer = read_tokenizer(vocabulary)
         tokenizer_files = our_tokenizer_files(config, tokenizer) | {"tokenizer.bin": read_input(vocabulary)}
-        if "tokenizer.json" not in tokenizer_files:  # that of the folder that the run began with
+        if "tokenizer.json" not in tokenizer_files:  # the run may have started from a folder with one
             beside = {name: os.path.join(os.path.dirname(vocabulary), name) for name in FOLDER_FILES}
             tokenizer_files |= {name: read_input(path) for name, path in beside.items() if os.path.exists(path)}
     elif config.V == VOCABULARIES["bytes"]:
@@ -343,7 +348,7 @@ def write_hf_folder(model, folder):
                  for name, module_name, view in gpt2_slices(config, params)}
     state = {name: torch.from_numpy(np.ascontiguousarray(view)) for name, view in state.items()}
     files = {"model.safetensors": safetensors.torch.save(state, metadata={"format": "pt"}), **tokenizer_files,
-             "config.json": json.dumps(hf, indent=2).encode()}  # last: it makes the folder one
+             "config.json": json.dumps(hf, indent=2).encode()}  # last: it makes this a Hugging Face folder
     there = [name for name in sorted(os.listdir(folder)) if name not in files and  # and these would hide our weights
              re.match(r"(pytorch_)?model.*\.(bin|json|safetensors)$", name)
              or name == "config.json" and read_input(os.path.join(folder, name)) != files[name]]
@@ -354,6 +359,21 @@ def write_hf_folder(model, folder):
         with replacing(os.path.join(folder, name)) as f:
             f.write(data)
     print(f"wrote {', '.join(files)} to {folder}{'; replaced ' * bool(replaced)}{', '.join(replaced)}")
+
+
+def llama_hf_config(config, bos, eos):
+    """The config.json of a Llama, a dict."""
+    rope = {"rope_type": "default", "rope_theta": config.theta}
+    if config.factor:
+        rope |= {"rope_type": "llama3", "factor": float(config.factor), "low_freq_factor": float(config.low),
+                 "high_freq_factor": float(config.high), "original_max_position_embeddings": config.original}
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "attention_bias": False,
+        "mlp_bias": False, **{theirs: getattr(config, ours) for ours, theirs in LLAMA_SIZES.items()},
+        "num_key_value_heads": config.NKV, "head_dim": config.HS, "rms_norm_eps": config.eps,
+        "rope_parameters": rope, "rope_theta": config.theta, "rope_scaling": rope if config.factor else None,
+        "tie_word_embeddings": bool(config.tied), "initializer_range": 0.02, "bos_token_id": bos, "eos_token_id": eos,
+    }  # fmt: skip
 
 
 def our_tokenizer_files(config, tokenizer):
@@ -517,7 +537,7 @@ def write_files(args, architecture, config, params, label, batch, encoding):
 
 
 def check_not_read(model, path, version):
-    """Raise UserError if writing `path` would replace the file that --model reads by one of another version."""
+    """Raise UserError if writing `path` would overwrite --model's own file with another version."""
     if os.path.isfile(model) and os.path.exists(path) and os.path.samefile(model, path):
         found = int(np.fromfile(path, "<i4", 2)[1])
         if found != version:  # the same version would write the same weights
@@ -546,8 +566,8 @@ def print_iteration(iteration, loss, seconds):
 
 
 def vocabulary_of(model, config):
-    """Return the encoding of a Hugging Face folder, or that of the model's V; None if there is none or, with a warning,
-    if loading it fails."""
+    """Return the encoding of a Hugging Face folder, or the known one with V tokens; None if there is none or, with a
+    warning, if loading it fails."""
     try:
         if os.path.exists(os.path.join(model, "tokenizer.json")) and config.V not in VOCABULARIES.values():
             return HFEncoding(os.path.join(model, "tokenizer.json"))

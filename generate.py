@@ -39,7 +39,7 @@ from llmc.vocabulary import load_vocabulary
 
 
 def make_decoder(architecture, config, params, args):
-    """Return a decoder on the GPU, if there is one that can run this model, else in NumPy."""
+    """Return a decoder on the GPU, if one can run this model, else in NumPy."""
     def open_on(gpu):
         from llmc.gpu.decoder import open_decoder
 
@@ -71,10 +71,10 @@ def prompt_ids(prompt, tokenizer, V):
 
 
 class Chat:
-    """A conversation with a chat model, in the words of its folder's template."""
+    """A conversation with a chat model, in the format of its folder's chat template."""
 
     def __init__(self, model, tokenizer):
-        """Raises UserError for a model whose vocabulary is not from a folder with a template that is valid."""
+        """Raises UserError unless the model's vocabulary is from a folder with a valid template."""
         if tokenizer is None or tokenizer.folder is None:
             raise UserError(f"--chat: {model} has no tokenizer.json, which a Hugging Face folder has")
         self.vocabulary, self.messages, self.names = tokenizer.folder, [], {}
@@ -94,7 +94,7 @@ class Chat:
 
     @staticmethod
     def environment():
-        """What transformers renders templates with: no code of the template's can reach ours."""
+        """The sandbox that transformers renders templates in: a template cannot run code outside it."""
         import_package("jinja2", "a chat template")
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -114,7 +114,7 @@ class Chat:
         return self.vocabulary.encode(whole, begin=False)
 
     def listen(self, steps):
-        """Yield the same steps, and remember what the first sample answers, as far as it came."""
+        """Yield the same steps, and remember the first sample's answer, even if it is interrupted."""
         answer = []
         try:
             for ids, logprobs in steps:
@@ -163,8 +163,8 @@ def write(ids, tokenizer, stops):
 
 
 def run_prompt(decoder, prompt, tokenizer, args, randoms, V, chat=None):
-    """Print samples that continue one prompt: a text, a list of ids, or None to begin a text. chat: a Chat, which
-    answers it."""
+    """Print samples that continue one prompt: a text, a list of ids, or None to begin a text. chat: a Chat, for prompts
+    that are messages."""
     eot = end_of_text(tokenizer, V)
     prompt = chat.ask(prompt) if chat else prompt
     ids = np.array([[eot]], np.int32) if prompt is None else prompt_ids(prompt, tokenizer, V)
@@ -286,7 +286,7 @@ def main():
     warnings.simplefilter("ignore", RuntimeWarning)  # of overflow: logits that are not finite are an error anyway
     args = parse_arguments()
     if hasattr(sys.stdin, "reconfigure"):  # a test's has none
-        sys.stdin.reconfigure(errors="surrogateescape")  # as in sys.argv: what is read may not be UTF-8
+        sys.stdin.reconfigure(errors="surrogateescape")  # as in sys.argv: the input may not be UTF-8
     architecture, config, params = load_model(args.model)
     tokenizer = load_vocabulary(args.model, config.V, getattr(args, "tokenizer", None))
     try:

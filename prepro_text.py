@@ -105,7 +105,7 @@ def read_text(path, advance=None):
 
 
 def read_lines(texts):
-    """Yield the lines of a text that comes in pieces."""
+    """Yield the lines of a text, an iterable of pieces."""
     pieces = []  # of a line
     for text in texts:
         *ends, begin = text.split("\n")
@@ -126,7 +126,7 @@ def parse_object(line):
 
 
 def is_json_lines(path, field, found):
-    """Whether a file is read as JSON lines: .jsonl files are, and .json files whose first line that is not empty is a
+    """Whether a file is read as JSON lines: .jsonl files are, and .json files whose first non-empty line is a
     JSON object of at most 16 MB.
 
     A .json file found in a folder must also have the field in that line. Other JSON is plain text.
@@ -152,7 +152,7 @@ def read_field(path, field, advance):
 
 
 def documents(path, field, found, advance):
-    """Yield (whether a document begins here, text) for the documents of a file; long ones come in pieces."""
+    """Yield (whether a document begins here, text) for the documents of a file, long ones in pieces."""
     if is_json_lines(path, field, found):
         yield from ((True, text) for text in read_field(path, field, advance) if text)
         return
@@ -171,7 +171,7 @@ def documents(path, field, found, advance):
 
 
 def jobs(paths, field, advance):
-    """Yield lists of what documents() yields, about PIECE characters each."""
+    """Yield jobs: lists of the pairs of documents(), about PIECE characters each."""
     job, size = [], 0
     for path, found in paths.items():
         for begins, text in documents(path, field, found, advance):
@@ -252,8 +252,8 @@ def survey(paths, args):
             try:
                 for begins, text in documents(path, args.field, found, advance):
                     begun += begins
-                    if args.vocabulary not in ("gpt2", "bytes"):
-                        seen.update(text)
+                    if not re.fullmatch("gpt2|bytes|bpe:.*", args.vocabulary):
+                        seen.update(set(text) if args.vocabulary == "chars" else text)
             except NotText as error:
                 if not found:
                     raise

@@ -8,7 +8,7 @@ tiny_shakespeare -> GPT-2 tokens, for a first run that overfits in minutes.
 
 Each speech starts with an end-of-text token. The first 32768 tokens are for validation (a tenth, if that is less; or
 --val_fraction), the rest for training.
---input FILE reads any UTF-8 text with blank lines between its parts; for other texts there is prepro_text.py.
+--input FILE reads any UTF-8 text with blank lines between its parts; for other texts, use prepro_text.py.
 """
 
 import os
@@ -26,7 +26,7 @@ VAL_TOKENS = 32768
 def main():
     parser = make_parser(__doc__, os.path.join("data", "tiny_shakespeare"))
     parser.add_argument("--input", metavar="FILE", help="a local text, instead of the download")
-    parser.add_argument("--url", default=URL, help="where the download comes from (the MD5 is checked)")
+    parser.add_argument("--url", default=URL, help="address of the download (its MD5 is checked)")
     add_val_fraction(parser, VAL_TOKENS)
     args = parser.parse_args()
 

@@ -72,7 +72,7 @@ CHAOS = 1e-2  # fraction of the losses: see above
 # With the usual eps of 1e-8, the first updates are +-learning_rate, even where a gradient is nearly 0 and rounding
 # decides its sign: the losses after them would tell little.
 SMOOTH = {**ADAMW, "eps": 1e-3}
-# Settings for the row adamw: they take every branch, and the decay is large enough to show.
+# Settings for the row adamw: they use each part of the update, with a decay that is large enough to show.
 ADAMW_CHECK = dict(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip=0.01)
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -101,10 +101,10 @@ RMS = math.sqrt(1 / 3 * 3 / 8 / math.log(2))  # 0.42: root mean square of a roun
 
 class Float8(NamedTuple):
     unit: float  # unit roundoff
-    floor: float  # root mean square of the smallest numbers' rounding errors, over a tensor's largest number
+    floor: float  # root mean square of the smallest numbers' rounding errors, over a tensor's amax
 
 
-E4M3 = Float8(2.0**-4, 2.0**-9 / math.sqrt(12) / 112)  # a tensor's scale takes its largest number to 112 or more
+E4M3 = Float8(2.0**-4, 2.0**-9 / math.sqrt(12) / 112)  # a tensor's scale brings its amax to 112 or more
 WEIGHT = Float8(2.0**-3.5, 2.0**-9 / math.sqrt(6) / 112)  # E4M3, rounded at random: twice the variance
 GRADIENT = Float8(2.0**-4, 2.0**-9 / math.sqrt(12) / 28)
 E5M2 = Float8(2.0**-2.5, 2.0**-16 / math.sqrt(6) / 2.0**14)  # of dlogits, about 2^15, rounded at random
@@ -157,12 +157,12 @@ class NoisyGPT2:
         return x.sum(0) + self.error(len(x)) * (x * x).sum(0).sqrt() * self.noise(x[0])
 
     def row_sums(self, x):
-        """The sums over the last axis, which is kept."""
+        """The sums over the last axis, with that axis kept."""
         error = self.error(x.shape[-1]) * (x * x).sum(-1, keepdim=True).sqrt()
         return x.sum(-1, keepdim=True) + error * self.noise(error)
 
     def operand(self, x, fp8):
-        """x as a matmul reads it. fp8: E4M3, WEIGHT, GRADIENT or E5M2, what it is in a run of FP8, or None."""
+        """x, rounded as an operand of a matmul. fp8: None or, of a run in FP8, E4M3, WEIGHT, GRADIENT or E5M2."""
         if not (fp8 and self.u.fp8):
             return self.rounded(x, self.u.operands)
         size = x.abs()
@@ -198,7 +198,7 @@ class NoisyGPT2:
 
     @torch.no_grad()
     def update(self, optimizer, master):
-        """AdamW on the float32 weights: `master`, if the model has their bfloat16 copy, else (None) the model's own.
+        """AdamW on the float32 weights: `master` or, if that is None, the model's own.
 
         They are really rounded, not with random errors: equal updates have rounding errors of the same sign."""
         weights = list(self.model.parameters())
@@ -276,7 +276,7 @@ class Operations(NamedTuple):
     store: object  # rounds to the dtype of tensors
     add: object  # rounds to the dtype of the residual stream; its gradient to that of tensors
     bias: object
-    matmul: object  # of a, b and, in runs of FP8, what the gradient is: GRADIENT or E5M2
+    matmul: object  # of a, b and, in FP8, the gradient's format: GRADIENT or E5M2
     layernorm: object
     rmsnorm: object
     softmax: object
@@ -461,7 +461,7 @@ def precision_of(backend):
 
 
 def starting_weights(params, precision):
-    """What both the run and the yardstick start from: the weights as the run's dtype has them."""
+    """The weights in the run's dtype, which both the run and the yardstick start from."""
     if precision not in ("bf16", "fp8"):
         return params
     return views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))
@@ -504,7 +504,7 @@ def run_pytorch(config, params, x, y):
 
 
 class Yardstick:
-    """The exact rows for this model and batch, and the error that a run may have in each."""
+    """The exact rows for this model and batch, and the error allowed in each."""
 
     def __init__(self, config, params, x, y, precision):
         self.exact, self.tokens = run_pytorch(config, params, x, y), x.size
@@ -590,7 +590,7 @@ def error_of(got, exact):
 def judge_adamw(run):
     """Check two updates of a run with ADAMW_CHECK against AdamW in float64, on the run's own gradients and moments.
 
-    The tolerance is a few roundings. Prints what exceeds it, and a summary; returns whether all is within it.
+    The tolerance is a few roundings. Prints the tensors that exceed it, and a summary; returns whether none does.
     """
     s, okay, state = run.settings, True, ("params", "m", "v")
     before = [run.copy(name) for name in state]
@@ -659,7 +659,7 @@ def judge_state_losses(run, expected, tolerance):
 
 
 def judge_debug_state(yardstick, state):
-    """Return whether the debug state is what a float32 run gives; print a row for each tensor that is not."""
+    """Return whether the debug state agrees with a float32 run; print a row for each tensor that does not."""
     rows = {"logits": state.logits, **{f"d{name}": getattr(state.grads, name) for name in state.grads.table}}
     errors = {place: error_of(at(rows, place), at(yardstick.exact, place))[0] for place in yardstick.places
               if place[0] != "losses"}
@@ -843,7 +843,7 @@ def test_the_program_without_its_files(tmp_path, run_here):
 
 
 def reuse_freed_memory():
-    """Have glibc keep what is freed. By default it maps each large array anew, and of 124M's two minutes, one went into
+    """Make glibc reuse freed memory. By default it maps each large array anew, and of 124M's two minutes, one went into
     clearing the pages of float64 tensors."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     if mallopt:

@@ -8,8 +8,8 @@ Benchmarks against PyTorch and others on this machine. Nothing else should run a
     python dev/bench.py generate    # text, beside transformers
     python dev/bench.py scale       # training on 1, 2, 4, ... GPUs of this machine
 
-`make bench` runs the first two that it can; with --readme they put their tables into doc/speed.md and README.md. What
-follows a command's name is said by `python dev/bench.py COMMAND --help`.
+`make bench` runs one of the first two, which put their tables into doc/speed.md and README.md with --readme. The flags
+of each: `python dev/bench.py COMMAND --help`.
 """
 
 import argparse
@@ -36,18 +36,26 @@ from root import ROOT
 import numpy as np
 from tqdm import tqdm
 
+import profile_gpu
+import train_gpt2_cuda as cuda
+from generate import streams
 from llmc.checkpoint import padded
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError, run_main
 from llmc.files import replacing
-from llmc.gpu.device import count_gpus, gpu_errors_as_lines
+from llmc.gpu.decoder import open_decoder
+from llmc.gpu.device import count_gpus, cp, gpu_errors_as_lines, open_gpu
+from llmc.gpu.fp8 import Fp8
 from llmc.gpu.lines import flops_per_token, peak_flops
+from llmc.gpu.matmul import Linear
+from llmc.gpu.precision import Precision
+from llmc.sampler import Choice
 from llmc.settings import Settings
 from llmc.tensors import Row, allocate, bf16_bits, flat, layer, table_elements
 from llmc.threads import THREADS
 from plot_bench import BESIDE_LLMC, MEASURED, draw_measured
 from readme import SPEED, output_of, put_between_markers, split_at_markers
-from train_gpt2 import GPT2, SIZES, Config, Decoder, parameter_table, random_model  # a GPU's: where they are used
+from train_gpt2 import GPT2, SIZES, Config, Decoder, parameter_table, random_model
 
 V, T = 50257, 1024
 MODELS = {"124M": "d12", "355M": "d24", "774M": "d36", "1558M": "d48"}  # name in the tables -> in train_gpt2.SIZES
@@ -234,8 +242,6 @@ def bench_gpu(args):
     rate or, if unknown, that of a large matmul. roofline, in bfloat16: the time of the step's matmuls at the measured
     rate, plus that of AdamW's bytes at the bandwidth of a copy, over the step's.
     """
-    from llmc.gpu.device import cp
-
     count_gpus()
     is_hopper = cp.cuda.runtime.getDeviceProperties(0)["major"] == 9  # makes no context, which "in use" would count
     tables = [args.only] if args.only else [table for table in TABLES if table != "fp8" or is_hopper]
@@ -260,30 +266,29 @@ def bench_gpu(args):
             draw_measured()
 
 
-def step_of_ours(job):
-    from llmc.gpu.device import cp, open_gpu
-    from profile_gpu import attention_flops, describe, measure_copy, measure_matmul, open_trainer, time_launches
-    from train_gpt2_cuda import GPT2, CudaSettings, resolve_auto
-
-    making, (config, params) = time.perf_counter(), random_model(MODELS[job.model], V)
-    making, gpu, batch = time.perf_counter() - making, open_gpu(), random_batch(job)
-    settings = CudaSettings(B=job.B, T=T, dtype=job.precision, recompute=job.recompute)
-    trainer = open_trainer(GPT2, gpu, config, params, resolve_auto(settings, gpu.arch))
-    trainer.prepare()
-
-    def step():
-        return 1000 * trainer.end_step(trainer.begin_step([batch], settings.learning_rate)).seconds
-
+def time_steps(step, making):
+    """{"first": seconds from the process's start, without `making`, "ms": the median}. step() returns its own ms."""
     step()
     first = time.perf_counter() - START - making
-    ms = statistics.median([step() for _ in range(GPU_WARMUP + GPU_STEPS)][GPU_WARMUP:])
+    return {"first": first, "ms": statistics.median([step() for _ in range(GPU_WARMUP + GPU_STEPS)][GPU_WARMUP:])}
+
+
+def step_of_ours(job):
+    making, (config, params) = time.perf_counter(), random_model(MODELS[job.model], V)
+    making, gpu, batch = time.perf_counter() - making, open_gpu(), random_batch(job)
+    settings = cuda.CudaSettings(B=job.B, T=T, dtype=job.precision, recompute=job.recompute)
+    trainer = profile_gpu.open_trainer(cuda.GPT2, gpu, config, params, cuda.resolve_auto(settings, gpu.arch))
+    trainer.prepare()
+    times = time_steps(lambda: 1000 * trainer.end_step(trainer.begin_step([batch], settings.learning_rate)).seconds,
+                       making)
     (free, total), C, L = cp.cuda.runtime.memGetInfo(), config.C, config.L
-    result = {"B": job.B, "ms": ms, "first": first, "memory": cp.get_default_memory_pool().total_bytes(),
-              "used": total - free, "gpu": gpu.name, "machine": describe(trainer.matmul)}
-    flops = 6 * (config.Vp * C + L * 12 * C * C) * job.B * T + L * attention_flops(job.B, T, C, 7)
-    return {**result, "matmul": measure_matmul(trainer.matmul), "bandwidth": measure_copy(trainer.device),
-            "flops": flops, "moved": 28 * table_elements(parameter_table(config)),  # by AdamW
-            "profile": {name: row.ms for name, row in time_launches(trainer, 5).items()}}
+    memory = {"memory": cp.get_default_memory_pool().total_bytes(), "used": total - free}  # before what follows
+    attention = L * profile_gpu.attention_flops(job.B, T, C, 7)
+    return {"B": job.B, **times, **memory, "gpu": gpu.name, "machine": profile_gpu.describe(trainer.matmul),
+            "matmul": profile_gpu.measure_matmul(trainer.matmul), "bandwidth": profile_gpu.measure_copy(trainer.device),
+            "flops": 6 * (config.Vp * C + L * 12 * C * C) * job.B * T + attention,
+            "moved": 28 * table_elements(parameter_table(config)),  # by AdamW
+            "profile": {name: row.ms for name, row in profile_gpu.time_launches(trainer, 5).items()}}
 
 
 def step_of_pytorch(job):
@@ -324,12 +329,9 @@ def step_of_pytorch(job):
         end.synchronize()
         return start.elapsed_time(end)
 
-    milliseconds()
-    first = time.perf_counter() - START - making
-    ms = [milliseconds() for _ in range(GPU_WARMUP + GPU_STEPS)][GPU_WARMUP:]
-    free, total = torch.cuda.mem_get_info()
-    return {"B": job.B, "ms": statistics.median(ms), "first": first, "memory": torch.cuda.max_memory_allocated(),
-            "used": total - free, "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
+    times, (free, total) = time_steps(milliseconds, making), torch.cuda.mem_get_info()
+    return {"B": job.B, **times, "memory": torch.cuda.max_memory_allocated(), "used": total - free,
+            "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
 
 
 def measure_all(jobs):
@@ -405,8 +407,6 @@ def bench_attention(args):
     import lab
     import torch
     from attention_layers import AttentionBackward, AttentionForward
-    from llmc.gpu.device import cp, open_gpu
-    from llmc.gpu.precision import Precision
     from torch.nn.attention import SDPBackend
 
     directions, names = (AttentionForward, AttentionBackward), ("mma_sync", "wgmma")
@@ -449,15 +449,10 @@ def bench_matmul(args):
     too fast. All take turns, so that a warmer GPU slows all alike: medians over CUDA events, without launch overhead.
     With --dtype fp8, cuBLASLt is PyTorch's _scaled_mm, which wants both operands of dweight transposed.
     """
-    from llmc.gpu.device import cp, open_gpu
-    from llmc.gpu.fp8 import Fp8
-    from profile_gpu import describe, measure, open_device
-    from train_gpt2_cuda import GPT2, CudaSettings, resolve_auto
-
     gpu, config = open_gpu(), config_of(args.model)
-    precision = resolve_auto(CudaSettings(dtype=args.dtype), gpu.arch).precision
-    device, matmul = open_device(GPT2, gpu, config, precision, "auto")
-    print(f"{args.model}, T={T}, {'FP8' if precision.fp8 else precision.dtype}; {describe(matmul)}\n")
+    precision = cuda.resolve_auto(cuda.CudaSettings(dtype=args.dtype), gpu.arch).precision
+    device, matmul = profile_gpu.open_device(cuda.GPT2, gpu, config, precision, "auto")
+    print(f"{args.model}, T={T}, {'FP8' if precision.fp8 else precision.dtype}; {profile_gpu.describe(matmul)}\n")
     print("| matmul | rows x columns x inner dimension | ours, us | cuBLASLt, us |\n|---|---|---|---|")
     C = config.C
     weights = ("qkv", C, 3 * C), ("attproj", C, C), ("fc", C, 4 * C), ("fcproj", 4 * C, C), ("logits", C, config.Vp)
@@ -470,7 +465,7 @@ def bench_matmul(args):
             ways, out, inner, rule = fp8_ways(fp8, name, kind, B * T, *sizes) if fp8 else matmul_ways(
                 matmul, kind, B * T, *sizes)
             launched = {way: launches_of(device, call) for way, call in {**ways, "rule": rule}.items()}
-            times = [[measure(device, call, 1) for call in ways.values()] for _ in range(11)]
+            times = [[profile_gpu.measure(device, call, 1) for call in ways.values()] for _ in range(11)]
             for way, seconds in zip(ways, np.median(times, axis=0)):
                 mark = "**" if launched[way] == launched["rule"] else ""
                 launched[way] = f"{mark}{1e6 * seconds:.1f}{mark}"
@@ -483,9 +478,6 @@ def bench_matmul(args):
 
 def matmul_ways(matmul, kind, N, C, OC):
     """Return ({way: call}, the result that all of them write, the inner dimension, the call of training)."""
-    from llmc.gpu.device import cp
-    from llmc.gpu.matmul import Linear
-
     device, g, rng = matmul.device, matmul.device.geometry, np.random.default_rng(0)
 
     def random(*shape):
@@ -493,30 +485,28 @@ def matmul_ways(matmul, kind, N, C, OC):
         return cp.asarray(np.resize(bf16_bits(numbers) if matmul.precision.bf16 else numbers, shape))
 
     inp, weight, dout = random(N, C), random(OC, C), random(N, OC)
-    shape, inner, given, scale, library = {
-        "forward": ((N, OC), C, (inp, weight, None), (), (inp, weight.T)),
-        "dinp": ((N, C), OC, (dout, weight), (1.0,), (dout, weight)),
-        "dweight": ((OC, C), N, (dout, inp), (1.0,), (dout.T, inp))}[kind]
-    out = cp.empty(shape, Row((), matmul.precision.grads).stored_as if kind == "dweight" else inp.dtype)
-    options = []
+    grads = Row((), matmul.precision.grads).stored_as
+    out = cp.empty({"forward": (N, OC), "dinp": (N, C), "dweight": (OC, C)}[kind],
+                   grads if kind == "dweight" else inp.dtype)
+    linear, options = Linear(matmul, weight, None, out), []
+    inner, given, library, rule = {
+        "forward": (C, (inp, weight, None), (inp, weight.T), lambda: linear.forward(out, inp)),
+        "dinp": (OC, (dout, weight, 1.0), (dout, weight), lambda: linear.backward_inp(out, dout)),
+        "dweight": (N, (dout, inp, 1.0), (dout.T, inp), lambda: linear.backward_weight(dout, inp))}[kind]
     if matmul.kernels:
         few = -(-OC // g.MATMUL_BM) * -(-C // g.MATMUL_BN) <= 2 * device.sm_count
         options = {"forward": [{"columns": width} for width in (g.MATMUL_BN, g.MATMUL_NARROW_BN)], "dinp": [{}],
                    "dweight": [{"splits": splits} for splits in (1, 2, 3, 4, 5, 7, 9, 11)
                                if splits == 1 or few and N >= 256 * splits]}[kind]
     ways = {" ".join(f"{value} {name}" for name, value in option.items()) or "ours": functools.partial(
-        getattr(matmul.kernels, METHODS[kind]), out, *given, *scale, **option) for option in options}
+        getattr(matmul.kernels, METHODS[kind]), out, *given, **option) for option in options}
     ways["cuBLASLt"] = functools.partial(matmul.cublaslt.multiply, out, *library)
-    linear = Linear(matmul, weight, None, out)
-    rule = {"forward": lambda: linear.forward(out, inp), "dinp": lambda: linear.backward_inp(out, dout),
-            "dweight": lambda: linear.backward_weight(dout, inp)}[kind]
     return ways, out, inner, rule
 
 
 def fp8_ways(fp8, name, kind, N, C, OC):
     """The same in 8 bits, of random operands with scales of 1."""
     import torch
-    from llmc.gpu.device import cp
 
     stream, scale = torch.cuda.ExternalStream(fp8.device.stream.ptr), fp8.state.scales
     one = torch.ones((), device="cuda")
@@ -575,10 +565,6 @@ def bench_generate(args):
     the CPU. A row is the best of 3 whole runs (transformers: one) after a warm-up. "of the floor": the time to read all
     weights once, at the GPU's copy bandwidth, as a part of a step. transformers is generate(), eager.
     """
-    from generate import streams
-    from llmc.gpu.device import cp, open_gpu
-    from llmc.sampler import Choice
-
     config, params = random_model(args.model, V)
     gpu = floor = None
     with contextlib.suppress(UserError):
@@ -595,12 +581,8 @@ def bench_generate(args):
 
     for B in args.b:
         if gpu:
-            from profile_gpu import measure_copy
-            from llmc.gpu.decoder import open_decoder
-            from train_gpt2_cuda import GPT2 as GPT2_ON_GPU
-
-            decoder = open_decoder(GPT2_ON_GPU, gpu, config, params, B, config.maxT)
-            floor = floor or 2 * flat(params).size / measure_copy(decoder.device)
+            decoder = open_decoder(cuda.GPT2, gpu, config, params, B, config.maxT)
+            floor = floor or 2 * flat(params).size / profile_gpu.measure_copy(decoder.device)
         else:
             decoder = Decoder(config, params, B, config.maxT)
         row("ours", B, draw(decoder, B, Choice()))
@@ -637,7 +619,6 @@ RUNS = {  # name -> (model, flags); B is per GPU, -d for all together
     "update": ("124M, B=64, 524,288 tokens", ("-e", "d12", "-b", 64, "-d", 524288, "-x", 9)),
     "1558M": ("1558M, B=16", ("-e", "d48", "-b", 16, "-x", 9)),
 }
-PROGRAM = os.path.join(ROOT, "train_gpt2_cuda.py")
 
 
 def bench_scale(args):
@@ -666,17 +647,13 @@ def bench_scale(args):
                   f" {size / 1024:.1f} |", flush=True)
 
 
-def train(gpus, *flags, only=None):
-    """Run the trainer; return what it prints, in llm.c's lines. only: index of the one GPU that it sees."""
-    command = [sys.executable, PROGRAM, "-i", "tokens", "-t", T, "-s", 0, "--gpus", gpus, "--lines", "llmc", *flags]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count_gpus()))))
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible if only is None else visible.split(",")[only]}
-    return output_of(command, env=environment)
-
-
 def time_training(gpus, flags, only=None):
-    """(ms a step, tokens/s, MiB) of a run."""
-    output = train(gpus, "-v", 0, "--final_reports", 0, *flags, only=only)
+    """(ms a step, tokens/s, MiB) of a run of the trainer. only: index of the one GPU that it sees."""
+    command = [sys.executable, os.path.join(ROOT, "train_gpt2_cuda.py"), "-i", "tokens", "-t", T, "-s", 0, "-v", 0,
+               "--gpus", gpus, "--lines", "llmc", "--final_reports", 0, *flags]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count_gpus()))))
+    visible = visible if only is None else visible.split(",")[only]
+    output = output_of(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": visible})
     steps = [tuple(map(float, pair)) for pair in re.findall(r"\(([0-9.]+) ms, ([0-9]+) tok/s\)", output)]
     ms, rate = (statistics.median(values) for values in zip(*steps[len(steps) // 3 :]))
     return ms, rate, sum(map(int, re.findall(r"^allocated (\d+) MiB", output, re.MULTILINE)))

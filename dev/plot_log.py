@@ -5,7 +5,7 @@ Draw the training and validation losses of one or more runs.
     python dev/plot_log.py runs/small runs/large april.log --dark
 
 Reads both forms of the log: `s:0 trl:5.3562` and `s:0 trl:5.3562 lr:0.000100 norm:12.34`; `tel` is validation. Of
-several runs, each has a colour: a thin line for training losses, their running mean over it, dots for validation. The
+several runs, each has a color: a thin line for training losses, their running mean over it, dots for validation. The
 high losses of the first steps are cut off.
 """
 
@@ -137,7 +137,7 @@ def light_and_dark(output, size, **layout):
 
 
 def head(axes, title, below):
-    """A title, which says what is found, and below it, smaller, of what."""
+    """A title, the finding, and below it, smaller, the quantity and its conditions."""
     axes.set_title(title, pad=24 + 12 * below.count("\n"))
     axes.annotate(below, (0, 1), (0, 8), "axes fraction", "offset points", fontsize=9, va="bottom")
 

@@ -88,41 +88,26 @@ MATMULS = {"matmul_forward": (2, 1), "matmul_forward_gelu": (3, 2), "matmul_forw
            "matmul_fp8_classifier_weight": (0, 3), "matmul_fp8_classifier_inp": (4, 3)}
 # kernel -> (index of an argument that is (B,T,NH*HS), number of (T,T) matmuls per head of queries)
 ATTENTION = {"attention_forward": (0, 2), "attention_backward_dquery": (3, 3), "attention_backward_dkv": (2, 4)}
-# kernel -> bytes that it reads and writes; small arrays, and those that are usually in the cache, do not count
-BYTES = {
+# kernel -> indices of the arrays that it reads or writes, one for each time; small arrays, and those that are usually
+# in the cache, do not count
+ARRAYS = {"encoder_forward": (0, 0), "encoder_backward_wpe": (0, 1), "residual_layernorm_forward": (0, 1, 4, 5),
+          "residual_layernorm_forward_fp8": (0, 1, 2, 8, 9), "residual_rmsnorm_forward": (0, 1, 3, 4),
+          "residual_rmsnorm_forward_fp8": (0, 1, 2, 7, 8), "gelu_forward": (0, 1), "gelu_backward": (0, 2, 3, 4),
+          "swiglu_forward": (0, 1), "swiglu_backward": (0, 1, 2, 3), "transpose": (1, 1), "quantize": (0, 1, 2),
+          "loss_mean": (1,), "global_norm": (1, 2), "prepare_scales": (), "prepare_update": ()}
+BYTES = {  # kernel -> the same, as bytes, where it depends on more
     "copy_batch": lambda batch, pinned, control, words, begin, end: 8 * (end - begin),
-    "encoder_forward": lambda out, *_: size_of(out, out),
-    "encoder_backward_wpe": lambda dwpe, dout, *_: size_of(dwpe, dout),
     "encoder_backward_wte": lambda dwte, partials, dout, order, begins, tokens, N: (  # a row of dwte for each piece
         size_of(dout, order) + 2 * size_of(dwte[0]) * np.count_nonzero(begins.get() < N)),
     "encoder_backward_wte_cut": lambda dwte, partials, tokens, N: (
         size_of(partials[0]) * np.count_nonzero(tokens.get() < 0)),
-    "residual_layernorm_forward": lambda residual, out, mean, rstd, inp1, inp2, *_: size_of(residual, out, inp1, inp2),
-    "residual_layernorm_forward_fp8": (
-        lambda residual, plain, transposed, scale, largest, counts, mean, rstd, inp1, inp2, *_: (
-            size_of(residual, plain, transposed, inp1, inp2))),
-    "layernorm_backward": lambda dinp, sums, dout, inp, weight, mean, rstd, add_residual, N: (
-        size_of(dinp, dout, inp) + add_residual * size_of(dinp)),
-    "residual_rmsnorm_forward": lambda residual, out, rstd, inp1, inp2, *_: size_of(residual, out, inp1, inp2),
-    "residual_rmsnorm_forward_fp8": lambda residual, plain, transposed, scale, largest, counts, rstd, inp1, inp2, *_: (
-        size_of(residual, plain, transposed, inp1, inp2)),
-    "rmsnorm_backward": lambda dinp, sums, dout, inp, weight, rstd, add_residual, N: (
-        size_of(dinp, dout, inp) + add_residual * size_of(dinp)),
-    "gelu_forward": lambda out, inp, N: size_of(out, inp),
-    "gelu_backward": lambda dinp, sums, out, inp, dout, N: size_of(dinp, out, inp, dout),
-    "swiglu_forward": lambda out, inp, N: size_of(out, inp),
-    "swiglu_backward": lambda dinp, out, inp, dout, N: size_of(dinp, out, inp, dout),
-    "transpose": lambda out, inp, rows, columns: size_of(inp, inp),
+    **dict.fromkeys(("layernorm_backward", "rmsnorm_backward"), lambda dinp, sums, dout, inp, *rest: (
+        size_of(dinp, dout, inp) + rest[-2] * size_of(dinp))),  # rest[-2]: add_residual
     "classifier": lambda losses, logits, targets, dloss, write_gradient, N: (  # in FP8, it writes half as many
         size_of(logits) + write_gradient * size_of(logits) // (1 + (dloss == DLOGITS_SCALE))),
-    "quantize": lambda plain, transposed, inp, *_: size_of(plain, transposed, inp),
-    "prepare_scales": lambda *_: 0,
-    "loss_mean": lambda loss, losses, *_: size_of(losses),
     "column_sums": lambda jobs: sum(4 * int(job["rows"]) * int(job["columns"]) for job in jobs.get().view(JOB)),
     "add_gradients": lambda sums, gradients, chunks, ranks, first: (
         size_of(sums, None if first else sums) + sums.size * ranks * gradients.itemsize),
-    "global_norm": lambda partials, sums, gradients, *_: size_of(sums, gradients),
-    "prepare_update": lambda *_: 0,
     "adamw_update": lambda params, master, m, v, sums, gradients, *_: (
         size_of(params, m, m, v, v, sums, gradients) + (size_of(master, master) or size_of(params))),
 }
@@ -150,6 +135,8 @@ def work(name, arguments, config):
         return 0, attention_flops(*arguments[argument].shape, matmuls)
     if name == "rope_forward":  # of the queries and keys
         return 2 * size_of(arguments[0]) * (config.NH + config.NKV) // (config.NH + 2 * config.NKV), 0
+    if name in ARRAYS:
+        return size_of(*(arguments[i] for i in ARRAYS[name])), 0
     return BYTES[name](*arguments), 0
 
 
@@ -166,12 +153,13 @@ def hold(device, microseconds):
     load_hold(device.gpu)((1,), (1,), (np.int32(microseconds),), stream=device.stream)
 
 
-def measure(device, call, repeats=5):
-    """Median seconds of call() on the GPU, after one warm-up call; launch time counts only beyond HOLD."""
+def measure(device, call, repeats=5, before=lambda device: hold(device, HOLD)):
+    """Median seconds of call() on the GPU, after one warm-up call. before(device) keeps the GPU busy, while Python
+    launches the call: launch time counts only beyond that."""
     times = []
     for _ in range(repeats + 1):
         start, end = cp.cuda.Event(), cp.cuda.Event()
-        hold(device, HOLD)
+        before(device)
         start.record(device.stream)
         call()
         end.record(device.stream)

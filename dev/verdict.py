@@ -1,7 +1,5 @@
 """
-Is the verdict of test_gpt2.py ever wrong? Runs it on drawn models, weights and batches.
-
-A correct trainer must never fail.
+Is the verdict of test_gpt2.py ever wrong? Runs it on drawn models, weights and batches: none may fail.
 
     python dev/verdict.py                          # 200 draws on train_gpt2.py, twenty minutes on two cores
     python dev/verdict.py --backend cuda-bf16 -n 30 --seed 1000
@@ -31,8 +29,18 @@ import train_llama3
 from train_gpt2 import Config, parameter_table, random_model
 
 
+def drawn(rng, config, table, B, T):
+    """(config, params, x, y, std of the weights); norms and biases are far from 1 and 0, too."""
+    params, std = allocate(table), float(np.exp(rng.uniform(np.log(0.02), np.log(0.3))))
+    for name, row in params.table.items():
+        getattr(params, name)[...] = rng.normal(row.ones, std, row.shape)
+        if row.vocabulary:
+            getattr(params, name)[config.V :] = 0.0
+    return config, params, *rng.integers(0, config.V, (2, B, T), dtype=np.int32), std
+
+
 def draw(seed, HS_multiple=4):
-    """Draw (config, params, x, y, std of the weights); layernorms and biases are far from 1 and 0, too."""
+    """Draw a GPT-2 and a batch: what `drawn` returns."""
     rng = np.random.default_rng(seed)
     while True:
         HS, NH, L = HS_multiple * int(rng.integers(1, 17)), int(rng.integers(1, 9)), int(rng.integers(1, 13))
@@ -40,12 +48,7 @@ def draw(seed, HS_multiple=4):
         if 16 <= HS * NH <= 512 and HS <= 128 and L * B * T * (HS * NH) ** 2 < 5e7:
             break
     config = Config(max(T, 8), V, L, NH, HS * NH, padded(V))
-    params, std = allocate(parameter_table(config)), float(np.exp(rng.uniform(np.log(0.02), np.log(0.3))))
-    for name in params.table:
-        tensor = getattr(params, name)
-        tensor[...] = rng.normal(name.startswith("ln") and name.endswith("w"), std, tensor.shape)
-    params.wte[V:] = 0.0
-    return config, params, *rng.integers(0, V, (2, B, T), dtype=np.int32), std
+    return drawn(rng, config, parameter_table(config), B, T)
 
 
 def draw_llama(seed, HS_multiple=2):
@@ -62,12 +65,7 @@ def draw_llama(seed, HS_multiple=2):
     config = train_llama3.Config(max(T, 8), V, L, NKV * G, NKV, C, padded(V), F, HS, tied=int(rng.integers(2)),
                                  theta=float(10 ** rng.uniform(2, 6)), factor=8 * int(rng.integers(2)),
                                  original=int(rng.integers(8, 64)))
-    params, std = allocate(train_llama3.parameter_table(config)), float(np.exp(rng.uniform(np.log(0.02), np.log(0.3))))
-    for name, row in params.table.items():
-        getattr(params, name)[...] = rng.normal(row.ones, std, row.shape)
-        if row.vocabulary:
-            getattr(params, name)[V:] = 0.0
-    return config, params, *rng.integers(0, V, (2, B, T), dtype=np.int32), std
+    return drawn(rng, config, train_llama3.parameter_table(config), B, T)
 
 
 def draw_d12(seed):

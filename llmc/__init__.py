@@ -17,8 +17,8 @@
     single_process   the ranks of a run of one process; llmc/gpu/several/ranks.py has those of several GPUs
     gpu/        what only a run on GPUs uses
 
-No file here knows a forward or backward pass: those are on the pages, train_gpt2.py and train_gpt2_cuda.py. An
-architecture, where a function has it as an argument, is a page's class GPT2.
+No file here has a forward or backward pass: those are on the pages, train_gpt2.py and so on. Functions get a page's
+class as their argument `architecture`.
 """
 
 from llmc.threads import configure_openblas

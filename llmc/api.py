@@ -23,17 +23,15 @@ from llmc.threads import NUMPY_WAS_FIRST
 from llmc.tokenizer import keep_tokenizer
 from llmc.vocabulary import load_vocabulary
 
-PAGES = ("train_gpt2", "GPT2"), ("train_llama3", "Llama3")
-
 
 def pages():
-    """The classes of the pages, which are imported here: llmc/ does not depend on them."""
-    return [getattr(importlib.import_module(module), name) for module, name in PAGES]
+    """The classes of the pages, imported when needed: llmc/ does not depend on them."""
+    return importlib.import_module("train_gpt2").GPT2, importlib.import_module("train_llama3").Llama3
 
 
 def architecture_of(model):
-    """The class of the page for -e's or --model's value, by a name of random weights, a Hugging Face folder's
-    configuration or the magic number of a .bin file, the newest of a run's directory."""
+    """The page's class for a value of -e or --model: a name of random weights, a Hugging Face folder (by its
+    config.json), a .bin file (by its magic number) or a run's directory (by its newest .bin file)."""
     both = GPT2, Llama3 = pages()
     for page in both:
         if model in page.SIZES:
@@ -85,15 +83,15 @@ class Model:
     # -- a text
 
     def loss(self, text):
-        """The mean loss, in nats, of the tokens of a text, or of ids, each after those before it; the first has none
-        before it. A long text is read in pieces of as many tokens as the model sees."""
+        """The mean loss, in nats a token, of a text or ids; the first token is not predicted. A text that is longer
+        than the model's context is cut into contexts."""
         ids = self.ids(text)
         if len(ids) < 2:
             raise UserError(f"a text of {len(ids)} tokens: a loss needs at least 2")
         total = 0.0
         for begin in range(0, len(ids) - 1, self.T):
-            piece = ids[None, begin : begin + self.T + 1]
-            total += self.losses(piece[:, :-1], piece[:, 1:]).sum(dtype=np.float64)
+            context = ids[None, begin : begin + self.T + 1]
+            total += self.losses(context[:, :-1], context[:, 1:]).sum(dtype=np.float64)
         return float(total / (len(ids) - 1))
 
     def generate(self, prompt="", tokens=100, temperature=1.0, top_k=0, top_p=1.0, seed=1337):
@@ -108,7 +106,7 @@ class Model:
         return self.tokenizer.decode(shown) if isinstance(prompt, str) and self.tokenizer else shown
 
     def ids(self, text):
-        """The ids (n,) int32 of a text; ids stay what they are."""
+        """The ids (n,) int32 of a text, or the ids given."""
         if isinstance(text, str):
             if text and not self.tokenizer:
                 raise UserError("the model has no vocabulary: pass ids, or load it with tokenizer=FILE")
@@ -145,7 +143,7 @@ class Model:
         self.adamw(learning_rate)
 
     def check(self, inputs, targets):
-        """The shape (B, T) of a batch; raises UserError for one that no model could take."""
+        """The shape (B, T) of a batch; raises UserError unless it consists of valid ids."""
         shape, inputs, targets = np.shape(inputs), np.asarray(inputs), np.asarray(targets)
         for ids in (inputs, targets):
             if len(shape) != 2 or ids.shape != shape or ids.size and ids.dtype.kind not in "iu":
@@ -166,8 +164,9 @@ class Model:
 
     def open(self, architecture, params, options):
         if NUMPY_WAS_FIRST:
-            print("note: OpenBLAS may be slower than it could be: import llmc before numpy", file=sys.stderr)
-        self.settings, self.T = checked(architecture.Settings(**options)), self.config.maxT
+            print("note: NumPy was imported before llmc, and may be slower: import llmc first", file=sys.stderr)
+        self.settings, self.T = architecture.Settings(**options), self.config.maxT
+        self.settings.check()
         self.model, self.room, self.room_to_train = architecture(self.config, params), (0, 0), (0, 0)
 
     def draw(self, *arguments):
@@ -197,7 +196,7 @@ class Model:
 
 class GpuModel(Model):
     """A model on the GPU. Memory for batches of B sequences of T tokens is allocated at the start; a training step
-    takes a full batch. dtype: "bfloat16", "fp8" or "float32"."""
+    needs a full batch. dtype: "bfloat16", "fp8" or "float32"."""
 
     OPTIONS = *Model.OPTIONS, "B", "T", "dtype"
 
@@ -206,7 +205,8 @@ class GpuModel(Model):
         from llmc.gpu.trainer import open_trainer
 
         architecture, gpu = on_gpu(architecture), open_gpu()
-        settings = checked(architecture.Settings(**{"T": min(1024, self.config.maxT), "graph": 0, **options}))
+        settings = architecture.Settings(**{"T": min(1024, self.config.maxT), "graph": 0, **options})
+        settings.check()
         if settings.T > self.config.maxT:
             raise UserError(f"T={settings.T}: the model sees at most {self.config.maxT} tokens")
         self.settings, self.T = architecture.resolve_auto(settings, gpu.arch), settings.T
@@ -232,8 +232,3 @@ class GpuModel(Model):
 
     def write(self, path):
         write_model(path, self.config, self.model.params_now(), version=5 if self.settings.precision.bf16 else 3)
-
-
-def checked(settings):
-    settings.check()
-    return settings

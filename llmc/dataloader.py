@@ -1,7 +1,7 @@
 """Token files and the loader that reads batches from them.
 
 A token file is raw int32 (llm.c of April 2024), or a header with [2] the count, then uint16 (llm.c of today) or uint32
-(its Llama branch). The count has 64 bits here; llm.c reads the lower half. Readers tell the formats by the magic.
+(its Llama branch). The count has 64 bits here; llm.c reads the lower half. The magic tells the formats apart.
 """
 
 import glob
@@ -15,7 +15,6 @@ from llmc.errors import UserError
 from llmc.files import (FILE_CHUNK, HEADER_BYTES, KINDS, TOKENS32_MAGIC, TOKENS_MAGIC, check_size, make_header,
                         open_input, read_header, read_into, replacing)
 from llmc.shuffle import SEED, first_position, samples_from
-
 
 HEADERS = {"uint16": (TOKENS_MAGIC, 1, np.dtype("<u2")), "uint32": (TOKENS32_MAGIC, 7, np.dtype("<u4"))}
 
@@ -32,21 +31,21 @@ def tokens_hint(path):
     return f"make it of your text with: python prepro_text.py FILE --output {prefix[1] if prefix else 'PREFIX'}"
 
 
-def write_tokens(path, pieces, count, format="int32"):
-    """Write `count` tokens, all that an iterable of integer arrays has, as 'int32', 'uint16' or 'uint32'."""
+def write_tokens(path, arrays, count, format="int32"):
+    """Write the `count` tokens of an iterable of integer arrays, as 'int32', 'uint16' or 'uint32'."""
     magic, version, dtype = HEADERS.get(format, (None, None, "<i4"))
     with replacing(path) as f:
         if magic:
             header = make_header(magic, version)
             header[2:4] = np.array([count], "<u8").view("<i4")
             f.write(header)
-        for piece in pieces:
-            f.write(np.asarray(piece).astype(dtype))
+        for array in arrays:
+            f.write(np.asarray(array).astype(dtype))
 
 
 class TokenFile:
-    """Where a file's tokens are: dtype, offset in bytes, and size, the number of tokens. Raises UserError for an
-    impossible size, or fewer than `least` tokens (`why` ends the message). Ids are checked when they are read."""
+    """The place of a file's tokens: dtype, offset in bytes, and size, their number. Raises UserError for an impossible
+    size, or fewer than `least` tokens (`why` ends the message). Ids are checked when they are read."""
 
     def __init__(self, path, V, least=1, why=""):
         self.path, self.V, self.hint = path, V, (hint := tokens_hint(str(path)))
@@ -161,15 +160,13 @@ def open_data(settings, V, rank=0, ranks=1):
 
 
 class DataLoader:
-    """Reads (B, T) batches from one or more token files, in order or shuffled, and starts over when all are used up.
+    """Reads (B, T) batches from one or more token files, in order or shuffled, and starts over at their end.
 
     A batch is a sample as in shuffle.py: its rows are consecutive, and the targets are the inputs shifted by one token.
     With `spread`, row b of sample i is instead row i of the b-th of B equal parts of the shard. Rank `rank` of `ranks`
-    reads every ranks-th sample, so that together the ranks see the batches that one would see.
-    position: after the last batch, and those that the other ranks read at the same time.
-    num_batches: of B*T tokens, as llm.c counts. batches_per_epoch: only those whose last target is in the file, too.
-    whole_batches: those of whole_set.
-    """
+    reads every ranks-th sample, so that together the ranks read the batches of a single one.
+    position: after the last batch of all ranks. whole_batches: the number that whole_set yields. num_batches: of B*T
+    tokens, as llm.c counts. batches_per_epoch: without those whose last target is beyond the end of the file."""
 
     def __init__(self, paths, V, B, T, shuffle=False, spread=False, rank=0, ranks=1, seed=SEED, least=None,
                  why=" for one batch (B*T+1); take a smaller -b or -t, or more text"):
@@ -201,7 +198,7 @@ class DataLoader:
         return batch
 
     def read_ahead(self, count):
-        """Read the next `count` batches now, so that no fault of a file can stop next_batch."""
+        """Read the next `count` batches now, so that next_batch cannot fail."""
         while len(self.ahead) < count:
             begin = self.ahead[-1][1] if self.ahead else self.position
             samples = list(itertools.islice(samples_from(begin, self.counts), self.ranks))  # one for each rank

@@ -14,8 +14,6 @@ from llmc.files import (HEADER_BYTES, check_size, chunks, export_hint, make_head
                         read_header, read_into, replacing)
 from llmc.tensors import Tensors, allocate, bf16_bits, unpadded
 
-TRAILER_VERSION = 1  # of this project's addition
-
 
 @dataclass
 class DebugState:
@@ -34,7 +32,7 @@ class DebugState:
 def write_debug_state(path, config, state, version=2):
     """Write a debug state with its trailer; version 1 (V rows) or 2 (Vp rows)."""
     header = make_header(config.STATES[0], version, *state.x.shape)
-    header[8:11] = TRAILER_VERSION, len(state.losses), np.uint32(state.crc).view(np.int32)
+    header[8:11] = 1, len(state.losses), np.uint32(state.crc).view(np.int32)
     with replacing(path) as f:
         for part in (header, state.x.astype("<i4"), state.y.astype("<i4"), state.logits, np.float32(state.loss),
                      *tensors_in_file(config, state.grads, rows_in_file(config, version)),
@@ -81,8 +79,8 @@ def fingerprint(config, params):
     """CRC-32 of the weights in bfloat16, without padding: the same for versions 1, 3 and 5 of one model."""
     crc = 0
     for tensor in unpadded(params, config.V):
-        for piece in chunks(tensor):
-            crc = zlib.crc32(bf16_bits(piece), crc)
+        for chunk in chunks(tensor):
+            crc = zlib.crc32(bf16_bits(chunk), crc)
     return crc
 
 

@@ -69,26 +69,25 @@ def describe(error):
 
 
 def discard_stdout():
-    """Redirect stdout to /dev/null: nobody reads it any more, nor what is still buffered."""
+    """Redirect stdout to /dev/null, with its buffer, which could not be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Interrupted(Exception):
-    """A signal has come: raised between the batches of a validation, or the tokens of a sample."""
+    """Raised after a signal, between the batches of a validation or the tokens of a sample."""
 
 
 class Interruption:
-    """Remembers Ctrl-C, SIGTERM and SIGHUP, so that a run can save first. A second Ctrl-C stops at once."""
+    """Remembers Ctrl-C, SIGTERM and SIGHUP, of any rank, so that a run saves first. A second Ctrl-C stops at once."""
 
     def __init__(self, ranks):
-        """ranks: see single_process.py; all of them stop on the signal that one has received."""
         self.ranks, self.received, self.signal = ranks, None, None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup ignores
                 signal.signal(number, self.remember)
 
     def remember(self, number, frame=None):
-        passed_on = number == signal.SIGTERM and self.ranks.size > 1  # torchrun's way with a second Ctrl-C
+        passed_on = number == signal.SIGTERM and self.ranks.size > 1  # as torchrun does after a second Ctrl-C
         if self.received and number == signal.SIGINT or self.received == signal.SIGINT and passed_on:
             raise KeyboardInterrupt
         is_new, self.received = self.received is None, self.received or number
@@ -98,7 +97,7 @@ class Interruption:
 
     @contextlib.contextmanager
     def output(self):
-        """Context manager for what prints: a closed terminal, or a dead `| tee`, counts as SIGHUP."""
+        """Context manager for printing. The terminal may be closed, or Ctrl-C have ended `| tee`: save all the same."""
         try:
             yield
         except OSError as error:
@@ -108,7 +107,7 @@ class Interruption:
             self.received = self.received or signal.SIGHUP
 
     def agreed(self):
-        """Return the signal to stop on, None while there is none: the same on all ranks, which must all call this."""
+        """Return the signal to stop on, or None. All ranks call this together, and get the same."""
         self.signal = self.ranks.largest(self.received)
         return self.signal
 
@@ -117,7 +116,7 @@ class Interruption:
             raise Interrupted
 
     def watching(self, steps):
-        """Yield the same steps; raise Interrupted once a signal has come."""
+        """Yield the same steps; raise Interrupted after a signal."""
         for step in steps:
             yield step
             self.check()

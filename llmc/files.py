@@ -24,7 +24,7 @@ HELLASWAG = "data/hellaswag_val.bin"
 
 
 def export_hint(path):
-    """How to get a missing or damaged model, or a file of export_weights.py, by its name."""
+    """The hint for a missing or damaged file of export_weights.py: the command that makes a file of this name."""
     label = re.match(r"gpt2_(124M|355M|774M|1558M|d\d+)[_.]", os.path.basename(path))
     names = {"124M": "gpt2", "355M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}
     if os.fspath(path).endswith("_debug_state.bin") and not label:
@@ -34,7 +34,7 @@ def export_hint(path):
 
 
 def open_input(path, hint):
-    """Open a file for reading, or raise UserError; its message ends in `hint`, which says how to get such a file."""
+    """Open a file for reading. Raises UserError, whose message ends in `hint`: how to get such a file."""
     try:
         if Path(path).is_fifo():  # would wait for a writer
             raise OSError(0, "it is a pipe, expected a file")
@@ -46,14 +46,14 @@ def open_input(path, hint):
 
 
 @contextlib.contextmanager
-def errors_of_writing(path):
+def errors_of_writing(path, verb="written"):
     """Context manager: an error of the operating system becomes a UserError that names `path`."""
     try:
         yield
     except OSError as error:
         if error.errno is None:  # not from the disk: the errors of the package requests are OSErrors too
             raise
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+        raise UserError(f"{path}: cannot be {verb} ({error.strerror})") from None
 
 
 @contextlib.contextmanager
@@ -97,10 +97,8 @@ def locked(directory, flag="-o"):
 
 
 def make_directory(path):
-    try:
+    with errors_of_writing(path, "made a directory"):
         os.makedirs(path or ".", exist_ok=True)
-    except (OSError, RecursionError) as error:
-        raise UserError(f"{path}: cannot make this directory ({getattr(error, 'strerror', error)})") from None
 
 
 def make_header(magic, version, *fields):
@@ -111,7 +109,7 @@ def make_header(magic, version, *fields):
 
 
 def read_header(f, magic, hint, size=HEADER_BYTES):
-    """Read the header, int32, `size` bytes; raises UserError if the file is of another kind."""
+    """Read the header of `size` bytes, int32; raises UserError if the file is of another kind."""
     data, kind = f.read(size), KINDS[magic]
     if len(data) < size:
         raise UserError(f"{f.name}: {len(data)} bytes, expected a {kind} with a {size}-byte header; {hint}")
@@ -129,8 +127,8 @@ def file_crc(path):
     """CRC-32 of a file's bytes."""
     crc = 0
     with open(path, "rb") as f:
-        while piece := f.read(4 * FILE_CHUNK):
-            crc = zlib.crc32(piece, crc)
+        while chunk := f.read(4 * FILE_CHUNK):
+            crc = zlib.crc32(chunk, crc)
     return crc
 
 
@@ -152,5 +150,5 @@ FILE_CHUNK = 1 << 20  # elements that file readers and writers hold at a time
 
 
 def chunks(array):
-    """Yield a flat array in consecutive pieces of at most FILE_CHUNK elements."""
+    """Yield a flat array in consecutive chunks of at most FILE_CHUNK elements."""
     return (array[i : i + FILE_CHUNK] for i in range(0, array.size, FILE_CHUNK))

@@ -1,4 +1,4 @@
-"""HellaSwag: each example is a context with four endings; a model should find the right one the likeliest.
+"""HellaSwag: each example is a context with four endings; a model should give the right one the highest probability.
 Zellers et al. 2019, https://arxiv.org/abs/1905.07830. The file is in llm.c's format: doc/formats.md."""
 
 import itertools
@@ -8,12 +8,12 @@ import numpy as np
 
 from llmc.dataloader import check_ids
 from llmc.errors import UserError
-from llmc.files import EXAMPLES_MAGIC, HELLASWAG, open_input, read_header
+from llmc.files import EXAMPLES_MAGIC, open_input, read_header
 
 HELLASWAG_HINT = "make it with: python prepro/hellaswag.py"
 ENDINGS = 4
-BEGIN = 65535  # of a record
-NUMBERS = {1: np.dtype("<u2"), 2: np.dtype("<u4")}  # version -> what a file consists of; 2 is this project's
+BEGIN = 65535  # the first number of a record
+NUMBERS = {1: np.dtype("<u2"), 2: np.dtype("<u4")}  # version -> the type of a file's numbers; 2 is this project's
 
 
 class Example(NamedTuple):
@@ -25,7 +25,7 @@ class Example(NamedTuple):
 
 
 def read_examples(path, V):
-    """Read all Examples of a file; raises UserError for a damaged one, and for token ids that are not below V."""
+    """Read all Examples of a file; raises UserError if it is damaged, or has token ids of V or more."""
     with open_input(path, HELLASWAG_HINT) as f:
         header = read_header(f, EXAMPLES_MAGIC, HELLASWAG_HINT)
         data = f.read()
@@ -51,28 +51,22 @@ def read_examples(path, V):
     return examples
 
 
-def load_hellaswag(settings, config):
-    """Read the Examples that --hellaswag asks for; raises UserError if one does not fit into T."""
-    examples = read_examples(HELLASWAG, config.V)
-    examples = examples if settings.hellaswag == 1 else examples[: settings.hellaswag]
-    check_fits(HELLASWAG, examples, settings.T, "pass -t")
-    return examples
-
-
-def check_fits(path, examples, T, hint):
-    """Raise UserError if an example is too long for T: with cut examples it would be another benchmark."""
+def load_examples(path, V, T, count=0, hint="pass -t"):
+    """Read the first `count` Examples of a file (0: all). Raises UserError if one is longer than T allows: with cut
+    examples it would be another benchmark."""
+    examples = read_examples(path, V)[: count or None]
     longest = max(len(example.context) + max(map(len, example.endings)) for example in examples)
     if longest > T + 1:  # the last token is only a target
         raise UserError(f"{path}: its longest example has {longest} tokens, expected at most {T + 1}, for a"
                         f" sequence of {T}: {hint} {longest - 1} or more")
+    return examples
 
 
 def count_correct(losses_of, examples, B, T, starmap=itertools.starmap):
     """Count the examples that a model gets right: the ending with the smallest mean loss per token wins, the first of
     equals. Divided by the number of examples, this is llm.c's acc_norm.
     losses_of(inputs, targets): (B, T) int32, or fewer rows and positions -> the losses (B, T) of the targets.
-    starmap: like itertools.starmap; Ranks.starmap shares the batches between GPUs.
-    """
+    starmap: like itertools.starmap; that of a run's ranks shares the batches among GPUs."""
     rows = [(example.context, ending) for example in examples for ending in example.endings]
     order = np.argsort([len(context) + len(ending) for context, ending in rows], kind="stable")  # little padding
 

@@ -1,11 +1,7 @@
-"""
-Hugging Face's folders: what config.json says, the names and the order of the weights, a model from such a folder.
+"""Hugging Face's folders: their config.json, names and order of weights, and a model from such a folder: GPT-2, Llama 3
+or a model that is Llama by another name (SmolLM2, TinyLlama, Mistral without a sliding window). A config.json that asks
+for anything else is refused, by the name of the field."""
 
-Of GPT-2 and of Llama 3. Other models that are only Llama by another name (SmolLM2, TinyLlama, Mistral without a sliding
-window) are read, too; what this project does not compute is refused, with the field that says so.
-"""
-
-import dataclasses
 import json
 import os
 
@@ -16,11 +12,13 @@ from llmc.errors import UserError, import_package
 from llmc.files import open_input
 from llmc.tensors import allocate, check_finite
 
+HINT = "expected a Hugging Face folder with config.json and model.safetensors"
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Llama 3
 
-SIZES = {"maxT": "max_position_embeddings", "V": "vocab_size", "L": "num_hidden_layers", "NH": "num_attention_heads",
-         "C": "hidden_size", "F": "intermediate_size"}
+LLAMA_SIZES = {"maxT": "max_position_embeddings", "V": "vocab_size", "L": "num_hidden_layers",
+               "NH": "num_attention_heads", "C": "hidden_size", "F": "intermediate_size"}
 LLAMA_EXPECTED = {  # what this Llama computes
     "hidden_act": ("silu",), "attention_bias": (False, None), "mlp_bias": (False, None), "sliding_window": (None,),
     "pretraining_tp": (1, None), "partial_rotary_factor": (1.0, None),
@@ -39,45 +37,27 @@ def llama_config_of(hf, path, Config):
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise UserError(f"{path}: rope_type is {kind!r}, expected 'default' or 'llama3'")
-    scaled = {}
-    if kind == "llama3":
-        names = {"factor": "factor", "low": "low_freq_factor", "high": "high_freq_factor",
-                 "original": "original_max_position_embeddings"}
-        scaled = {ours: whole(rope[theirs], theirs, path) for ours, theirs in names.items()}
-    size = {ours: whole(hf[theirs], theirs, path) for ours, theirs in SIZES.items()}
-    NKV, HS = (whole(hf.get(name) or default, name, path) for name, default in (
-        ("num_key_value_heads", size["NH"]), ("head_dim", size["C"] // max(1, size["NH"]))))
-    config = Config(**size, NKV=NKV, HS=HS, Vp=padded(size["V"]), tied=int(hf.get("tie_word_embeddings", False)),
-                    eps=float(hf["rms_norm_eps"]), theta=float(rope["rope_theta"]), **scaled)
-    if wrong := config.fault():
-        raise UserError(f"{path}: {wrong}")
-    return config
+    scaled = {"factor": "factor", "low": "low_freq_factor", "high": "high_freq_factor",
+              "original": "original_max_position_embeddings"} if kind == "llama3" else {}
+    size = whole_numbers(hf, LLAMA_SIZES, path)
+    defaults = {"num_key_value_heads": size["NH"], "head_dim": size["C"] // size["NH"]}
+    size |= whole_numbers({**defaults, **{name: hf[name] for name in defaults if hf.get(name)}},
+                          {"NKV": "num_key_value_heads", "HS": "head_dim"}, path)
+    return Config(**size, **whole_numbers(rope, scaled, path), Vp=padded(size["V"]), eps=float(hf["rms_norm_eps"]),
+                  theta=float(rope["rope_theta"]), tied=int(hf.get("tie_word_embeddings", False)))
 
 
-def whole(value, name, path):
-    if type(value) not in (int, float) or value != int(value) or value < 1:
-        raise UserError(f"{path}: {name} is {value!r}, expected a whole number of at least 1")
-    return int(value)
-
-
-def llama_hf_config(config, bos, eos):
-    """The config.json of a Config, a dict."""
-    rope = {"rope_type": "default", "rope_theta": config.theta}
-    if config.factor:
-        rope |= {"rope_type": "llama3", "factor": float(config.factor), "low_freq_factor": float(config.low),
-                 "high_freq_factor": float(config.high), "original_max_position_embeddings": config.original}
-    return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "attention_bias": False,
-        "mlp_bias": False, **{theirs: getattr(config, ours) for ours, theirs in SIZES.items()},
-        "num_key_value_heads": config.NKV, "head_dim": config.HS, "rms_norm_eps": config.eps,
-        "rope_parameters": rope, "rope_theta": config.theta, "rope_scaling": rope if config.factor else None,
-        "tie_word_embeddings": bool(config.tied), "initializer_range": 0.02, "bos_token_id": bos, "eos_token_id": eos,
-    }  # fmt: skip
+def whole_numbers(hf, names, path):
+    """{our name: value} of {our name: Hugging Face's} in a dict of config.json."""
+    for name in names.values():
+        if type(hf[name]) not in (int, float) or hf[name] != int(hf[name]) or hf[name] < 1:
+            raise UserError(f"{path}: {name} is {hf[name]!r}, expected a whole number of at least 1")
+    return {ours: int(hf[theirs]) for ours, theirs in names.items()}
 
 
 def llama_slices(config, tensors):
-    """Yield (module's name, NumPy view, heads) of every weight, without padding. heads: 0, or those whose rows are all
-    first halves, then all second halves, in Hugging Face's files, and neighbours here."""
+    """Yield (module's name, NumPy view, heads) of every weight, without padding. heads: 0, or their number where RoPE
+    turns pairs of rows, which are neighbors here; Hugging Face stores all first rows of a head, then all second."""
     Q, K, F = config.Q, config.K, config.F
     rows = {"self_attn.q_proj": (0, Q), "self_attn.k_proj": (Q, Q + K), "self_attn.v_proj": (Q + K, Q + 2 * K),
             "mlp.up_proj": (0, F), "mlp.gate_proj": (F, 2 * F)}
@@ -92,18 +72,13 @@ def llama_slices(config, tensors):
         yield "lm_head.weight", tensors.lm_head[: config.V], 0
 
 
-def neighbours(weight, heads):
+def neighbors(weight, heads):
     """Hugging Face's order of rows -> ours."""
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape) if heads else weight
 
 
-def halves(weight, heads):
-    """Our order of rows -> Hugging Face's."""
-    return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape) if heads else weight
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-# GPT-2: our 16 stacked tensors and Hugging Face's
+# GPT-2
 
 GPT2_LAYER = {  # our name -> the module's name within a layer
     "ln1w": "ln_1.weight", "ln1b": "ln_1.bias", "qkvw": "attn.c_attn.weight", "qkvb": "attn.c_attn.bias",
@@ -125,43 +100,20 @@ def gpt2_slices(config, tensors):
                 yield name, f"h.{l}.{GPT2_LAYER[name]}", tensor[l]
 
 
-GPT2_EXPECTED = {  # what this GPT-2 computes; a config.json that says otherwise belongs to another architecture
+GPT2_EXPECTED = {  # what this GPT-2 computes
     "model_type": ("gpt2",), "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }  # fmt: skip
 
 
-def gpt2_config_of(hf, config_path, Config):
+def gpt2_config_of(hf, path, Config):
     """The Config of GPT-2's config.json, a dict."""
     if hf.get("n_inner") not in (None, 4 * hf["n_embd"]):
-        raise UserError(f"{config_path}: n_inner is {hf['n_inner']}, expected 4 * n_embd = {4 * hf['n_embd']}")
-    for key in ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd"):
-        if type(hf[key]) is not int:
-            raise UserError(f"{config_path}: {key} is {hf[key]!r}, expected a whole number")
-    V = hf["vocab_size"]
-    config = Config(maxT=hf["n_positions"], V=V, L=hf["n_layer"], NH=hf["n_head"], C=hf["n_embd"], Vp=padded(V))
-    if min(dataclasses.astuple(config)) < 1 or config.C % config.NH:
-        raise UserError(f"{config_path}: impossible sizes: {config.describe()}")
-    return config
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# folders
-
-HINT = "expected a Hugging Face folder with config.json and model.safetensors"
-
-
-def find_weights(folder):
-    """Return (path, [path]) of a folder's model.safetensors or, if there is none, the index and the shards it names."""
-    whole, index = (os.path.join(folder, f"model.safetensors{end}") for end in ("", ".index.json"))
-    if os.path.lexists(whole) or not os.path.lexists(index):
-        return whole, [whole]
-    try:
-        with open_input(index, HINT) as f:
-            return index, [os.path.join(folder, name) for name in sorted(set(json.load(f)["weight_map"].values()))]
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{index}: not the index of a model's shards ({error!r})") from None
+        raise UserError(f"{path}: n_inner is {hf['n_inner']}, expected 4 * n_embd = {4 * hf['n_embd']}")
+    size = whole_numbers(hf, {"maxT": "n_positions", "V": "vocab_size", "L": "n_layer", "NH": "n_head", "C": "n_embd"},
+                         path)
+    return Config(**size, Vp=padded(size["V"]))
 
 
 def read_hf_folder(folder, gpt2, llama):
@@ -169,25 +121,32 @@ def read_hf_folder(folder, gpt2, llama):
     gpt2, llama: the classes of the two pages."""
     _, safetensors, torch = (import_package(name, "a Hugging Face folder")
                              for name in ("torch", "safetensors", "safetensors.torch"))
-    path = config_path = os.path.join(folder, "config.json")
+    config_path, weights_path = (os.path.join(folder, name) for name in ("config.json", "model.safetensors"))
+    index_path, state = f"{weights_path}.index.json", {}
+    path = config_path
     try:
-        with open_input(config_path, HINT) as f:
+        with open_input(path, HINT) as f:
             hf = json.load(f)
         architecture, config_of, expected = gpt2, gpt2_config_of, GPT2_EXPECTED
         if hf.get("model_type") in ("llama", "mistral"):
             architecture, config_of, expected = llama, llama_config_of, LLAMA_EXPECTED
         for key, allowed in expected.items():
             if hf.get(key, allowed[0]) not in allowed:
-                raise UserError(f"{config_path}: {key} is {hf[key]!r}, expected {allowed[0]!r}: not a"
+                raise UserError(f"{path}: {key} is {hf[key]!r}, expected {allowed[0]!r}: not a"
                                 f" {architecture.TITLE} that this project trains")
-        config = config_of(hf, config_path, architecture.Config)
-        weights_path, shards = find_weights(folder)
-        state = {}
+        config, shards = config_of(hf, path, architecture.Config), [weights_path]
+        if wrong := config.fault():
+            raise UserError(f"{path}: {wrong}")
+        if os.path.lexists(index_path) and not os.path.lexists(weights_path):  # which names several files
+            path = weights_path = index_path
+            with open_input(path, HINT) as f:
+                shards = [os.path.join(folder, name) for name in sorted(set(json.load(f)["weight_map"].values()))]
         for path in shards:
             open_input(path, HINT).close()
             state |= torch.load_file(path)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{config_path}: not the configuration of a GPT-2 or Llama ({error!r})") from None
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        what = "configuration of a GPT-2 or Llama" if path == config_path else "index of a model's shards"
+        raise UserError(f"{path}: not the {what} ({error!r})") from None
     except safetensors.SafetensorError as error:
         raise UserError(f"{path}: not a safetensors file ({error})") from None
 
@@ -208,9 +167,13 @@ def read_hf_folder(folder, gpt2, llama):
         return tensor
 
     if architecture is llama:
-        params = read_llama(config, fetch, llama.parameter_table(config))
+        fetch("model.embed_tokens.weight", (config.V, config.C))  # these check sizes before anything is allocated
+        fetch(f"model.layers.{config.L - 1}.mlp.down_proj.weight", (config.C, config.F))
+        params = allocate(llama.parameter_table(config))
+        for module_name, view, heads in llama_slices(config, params):
+            view[:] = neighbors(fetch(module_name, view.shape), heads)
     else:
-        fetch("wte.weight", (config.V, config.C))  # these three check all sizes before anything is allocated
+        fetch("wte.weight", (config.V, config.C))  # as above
         fetch("wpe.weight", (config.maxT, config.C))
         fetch(f"h.{config.L - 1}.ln_1.weight", (config.C,))
         params = allocate(gpt2.parameter_table(config))
@@ -221,12 +184,3 @@ def read_hf_folder(folder, gpt2, llama):
             raise UserError(f"{weights_path}: lm_head.weight differs from wte.weight: this project ties the two")
     check_finite(weights_path, params, "download or save it again")
     return architecture, config, params
-
-
-def read_llama(config, fetch, table):
-    fetch("model.embed_tokens.weight", (config.V, config.C))  # these two check sizes before anything is allocated
-    fetch(f"model.layers.{config.L - 1}.mlp.down_proj.weight", (config.C, config.F))
-    params = allocate(table)
-    for module_name, view, heads in llama_slices(config, params):
-        view[:] = neighbours(fetch(module_name, view.shape), heads)
-    return params

@@ -9,9 +9,9 @@ from llmc.files import errors_of_writing, make_directory, replacing
 
 RULE = re.compile(r"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ---")  # separates a run's lines from those of earlier runs
 COLUMNS = "step,tokens,seconds,train_loss,val_loss,learning_rate,norm,tokens_per_second,hellaswag".split(",")
-FP8_COLUMNS = ["fp8_saturated", "fp8_underflowed"]  # too, in a run of --dtype fp8: how many numbers of an update
-LINE = re.compile(r"s:([0-9]{1,10}) ()")
-ROW = re.compile(r"([0-9]{1,10}),[0-9]+,[0-9]{1,10}\.[0-9]+,([0-9a-z.+-]*)(,[0-9a-z.+-]*){5,7}\n")
+FP8_COLUMNS = ["fp8_saturated", "fp8_underflowed"]  # with --dtype fp8: how many numbers of an update
+LOG_LINE = re.compile(r"s:([0-9]{1,10}) ()")
+TABLE_LINE = re.compile(r"([0-9]{1,10}),[0-9]+,[0-9]{1,10}\.[0-9]+,([0-9a-z.+-]*)(,[0-9a-z.+-]*){5,7}\n")
 
 
 def last_run(lines):
@@ -22,10 +22,9 @@ def last_run(lines):
 class Log:
     """A run's log, one event a line, the step first: `s:0 tel:5.2520` (validation), `s:0 trl:5.3562` (training),
     `s:0 eval:0.2955` (HellaSwag). In a run directory (main.log), training lines also have the learning rate and the
-    gradient norm, and main.csv has the same events as rows of COLUMNS: `step` as on the screen, `tokens` trained on so
-    far, `seconds` since the run's first start without its pauses. A new run keeps earlier ones: it appends to the log
-    after a rule with the date, and renames the old table to main.1.csv. A resumed run drops what the interrupted one
-    wrote after its checkpoint."""
+    gradient norm, and main.csv has the same events as rows of COLUMNS: `step` as on the screen, `tokens` trained on,
+    `seconds` of training, without pauses. A new run keeps earlier ones: it appends to the log after a rule with the
+    date, and renames the old table to main.1.csv. A resumed run deletes the lines after its checkpoint."""
 
     def __init__(self, settings, first_step=0):
         self.file, self.table, self.detailed = None, None, settings.output_dir is not None
@@ -34,7 +33,7 @@ class Log:
             return
         path = os.path.join(settings.output, "main.log") if self.detailed else settings.output
         make_directory(os.path.dirname(path))
-        self.file = opened(path, first_step, LINE)
+        self.file = opened(path, first_step, LOG_LINE)
         if self.file.tell() and not first_step:
             append(self.file, time.strftime("--- %Y-%m-%d %H:%M:%S ---\n"))
         if self.detailed:
@@ -47,7 +46,7 @@ class Log:
             while os.path.exists(old := f"{path.removesuffix('.csv')}.{number}.csv"):
                 number += 1
             os.rename(path, old)
-        self.table = opened(path, first_step, ROW)
+        self.table = opened(path, first_step, TABLE_LINE)
         if not self.table.tell():
             append(self.table, ",".join(self.columns) + "\n")
         self.table.seek(0)
@@ -86,8 +85,8 @@ def append(file, text):
 
 
 def opened(path, first_step, pattern):
-    """Open a log to append to. When a run resumes, keep only the lines of earlier runs and of steps before first_step;
-    raises UserError if a line of the last run does not match `pattern`: its step and, if it counts from 1, its loss."""
+    """Open a log to append to; when a run resumes, without its lines from first_step on. Raises UserError if one does
+    not match `pattern`, with groups for the step and, where steps count from 1, the loss."""
     with errors_of_writing(path):
         if first_step and os.path.exists(path):
             with open(path, errors="replace") as f:

@@ -1,7 +1,7 @@
 """What a run does around its updates: read its model and data, validate, sample, log, save, resume, stop on a signal.
 
-Nothing here knows an architecture, or tells NumPy's trainer from CuPy's. A page (train_gpt2.py, train_gpt2_cuda.py)
-gives the class of its model, then a model with forward, losses and decoder, and a Saver; its updates are its own.
+Nothing here depends on the architecture, or on NumPy or CuPy. A page (train_gpt2.py, train_gpt2_cuda.py) passes the
+class of its model, then a model with forward, losses and decoder, and a Saver; the updates are the page's own.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import numpy as np
 from llmc.checkpoint import Progress, count_parameters, owned_by_one, write_model
 from llmc.dataloader import data_paths, open_data, tokens_hint
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError
-from llmc.files import open_input
+from llmc.files import HELLASWAG, open_input
 from llmc.logger import Log
 from llmc.outliers import notes_on, read_recent
 from llmc.progress import Console, LlmcLines
@@ -31,18 +31,18 @@ from llmc.tokenizer import keep_tokenizer, load_tokenizer
 
 
 class Update(NamedTuple):
-    """What one update reports."""
+    """The results of an update."""
 
     loss: float
-    norm: float | None  # of the gradients; None if no one asked for it
+    norm: float | None  # of the gradients; None unless settings.needs_norm
     seconds: float
-    skipped: str | None  # why no weight has changed
+    skipped: str | None  # why the weights were not updated
     fp8: tuple | None = None  # in a run of --dtype fp8: how many numbers are 448 or NaN in 8 bits, and how many 0
 
 
 class Loop:
-    """A run, as a page's main() uses it. Entered, it has read tokenizer, model (config, params) and data; `start` takes
-    the model and resumes; iterated, it yields the steps of the updates, whose results go to `report`."""
+    """A run, as a page's main() uses it. It reads tokenizer, model (config, params) and data. `start` gets the page's
+    model, and resumes. Iteration yields the step of each update; the page passes its Update to `report`."""
 
     def __init__(self, settings, architecture, ranks=SINGLE_PROCESS, resolve=None, lines=LlmcLines):
         """architecture: a page's class; ranks: see single_process.py; resolve: fills in the settings that depend on the
@@ -57,7 +57,8 @@ class Loop:
         self.examples = []
         if settings.hellaswag:
             from llmc import hellaswag  # here: few runs need it
-            self.examples, self.count_correct = hellaswag.load_hellaswag(settings, self.config), hellaswag.count_correct
+            self.count_correct, count = hellaswag.count_correct, 0 if settings.hellaswag == 1 else settings.hellaswag
+            self.examples = hellaswag.load_examples(HELLASWAG, self.config.V, settings.T, count)
         if ranks.is_first and self.tokenizer and settings.output_dir:  # for programs that use the run's models
             keep_tokenizer(settings.output_dir, self.tokenizer)
         settings.fit_to_text(self.train_loader.batches_per_epoch // settings.micro_steps)
@@ -99,7 +100,8 @@ class Loop:
         for step in range(self.begin, settings.steps + 1):
             self.saver.check()
             last = step == settings.steps
-            validates, samples = (self.is_due(step, every) for every in (settings.val_every, settings.sample_every))
+            validates, samples = (every and (step % every == 0 or settings.final_reports and last)
+                                  for every in (settings.val_every, settings.sample_every))
             if validates or samples or last:
                 self.finish()
                 self.saver.complete()
@@ -109,7 +111,7 @@ class Loop:
                     self.evaluate(step)
                 if samples and step > 0:
                     self.sample()
-            except Interrupted:  # the resumed run validates and samples at this step again
+            except Interrupted:  # a resumed run validates and samples again at this step
                 self.random.state = before
                 if directory and step != self.saved:
                     self.save(step)
@@ -135,13 +137,10 @@ class Loop:
                 if directory:
                     self.save(done)
             if signal:
-                self.ranks.attempt(read_ahead)  # says what is wrong with the data, if that is why
+                self.ranks.attempt(read_ahead)  # raises the error in the data, if that is the reason
                 return self.stop(done, signal)
-        self.saver.wait()  # before the last line says where the model is
+        self.saver.wait()  # until the model is on the disk: the last line names it
         self.console.end()
-
-    def is_due(self, step, every):
-        return every and (step % every == 0 or self.settings.final_reports and step == self.settings.steps)
 
     def report(self, step, update):
         """Print and log update number `step`, from 0. Raises UserError when its loss or norm is not finite."""
@@ -152,7 +151,7 @@ class Loop:
             self.console.skip(step, update.skipped)
 
     def report_later(self, step, end):
-        """Report the update before this one, which has just begun; end() -> its Update, once it has ended."""
+        """Report the previous update. This one was just launched: end() waits for it, and returns its Update."""
         self.finish()
         self.running = step, end
 
@@ -163,7 +162,7 @@ class Loop:
             self.report(step, end())
 
     def evaluate(self, step):
-        """Report the validation loss and, if there are examples, HellaSwag's accuracy."""
+        """Report the validation loss and, with --hellaswag, its accuracy."""
         settings, starmap = self.settings, functools.partial(self.ranks.starmap, check=self.interruption.check)
         self.console.wait_for("validating")
         loss = validate(self.model.forward, self.val_loader, settings.val_batches, starmap)
@@ -189,7 +188,7 @@ class Loop:
             self.console.no_better(step, best, lowest, path if self.settings.output_dir and best else "")
 
     def sample(self):
-        """Print a sample that the first rank draws; the others advance `random` as it does."""
+        """Print a sample, drawn by the first rank; the others advance `random` equally."""
         self.console.erase()
         count = self.settings.sample_tokens - 1
         if self.ranks.is_first:
@@ -200,7 +199,7 @@ class Loop:
         else:
             for _ in self.interruption.watching(range(count)):
                 self.random.u32()
-        self.interruption.check()  # whether the first rank could print all
+        self.interruption.check()  # the first rank may have lost its terminal
 
     def save(self, done):
         """Save the state after `done` updates."""
@@ -222,7 +221,7 @@ class Loop:
 
 
 class Saver:
-    """Saves a model in this process's memory, and restores it. (Of a model on a GPU: llmc/gpu/saver.py.)"""
+    """Saves and restores a model in NumPy. (On a GPU: llmc/gpu/saver.py.)"""
 
     def __init__(self, model, settings):
         self.model, self.settings = model, settings

@@ -24,7 +24,7 @@ def z_score(recent, x):
 
 
 def reason_to_skip(settings, loss_z, norm_z):
-    """Say in words why an update is an outlier; None if it is not."""
+    """Return why an update is an outlier, a text; None if it is not."""
     for what, z, limit in (("loss", loss_z, settings.skip_loss_zscore), ("norm", norm_z, settings.skip_norm_zscore)):
         if limit and np.float32(z) > np.float32(limit):  # in float32, as on a GPU
             return f"{what} z-score {z:.2f}, above {limit:g}"
@@ -32,13 +32,13 @@ def reason_to_skip(settings, loss_z, norm_z):
 
 
 def notes_on(recent):
-    """A checkpoint's notes, a dict, with these losses and norms; empty if there are none."""
+    """Losses and norms, (2,) RECENT, as a dict for a checkpoint's notes; empty without any."""
     rows = [{"count": int(row["count"]), "values": row["values"].tolist()} for row in recent]
     return {"recent": rows} if recent["count"].any() else {}
 
 
 def read_recent(notes):
-    """Read losses and norms, (2,) RECENT, from a checkpoint's notes; resume.py's notes_of catches errors."""
+    """Read losses and norms, (2,) RECENT, from a checkpoint's notes. Errors: see resume.py's notes_of."""
     recent = np.zeros(2, RECENT)
     for row, found in zip(recent, notes.get("recent", ())):
         row["count"], row["values"] = found["count"], found["values"]

@@ -29,8 +29,8 @@ def duration(seconds):
 
 
 class Console:
-    """Prints a run's lines, which count updates done, as at the head of train_gpt2.py. On a GPU whose peak is known,
-    they also show MFU, the model FLOPs utilization. On a terminal, if tqdm is installed, its bar stays below them."""
+    """Prints a run's lines, which count updates done (the head of train_gpt2.py shows some). On a GPU whose peak is
+    known, they also show MFU, the model FLOPs utilization. On a terminal, if tqdm is installed, its bar stays below."""
 
     counts_from, has_bar = 1, True  # the number of a run's first update; whether a terminal shows the bar
 
@@ -40,8 +40,8 @@ class Console:
         self.peak = self.bar = None
 
     def header(self, device, peak):
-        """Print what the run is; with --verbose, all settings, too. device: its name; peak: tokens/s at which matmuls
-        would use all of the device's FLOP/s, or None."""
+        """Print model, data, length, device and output; with --verbose, all settings, too. device: its name; peak: the
+        tokens/s at which matmuls would use all of the device's FLOP/s, or None."""
         settings, loader, val_loader, self.peak = self.settings, self.loop.train_loader, self.loop.val_loader, peak
         epochs = settings.steps * settings.micro_steps / loader.batches_per_epoch
         validates = min(settings.val_batches, val_loader.whole_batches) if val_loader else 0
@@ -62,7 +62,7 @@ class Console:
             print("\n".join(f"{name:<9} {value}" for name, value in rows.items()))
 
     def memory(self, plan):
-        """Print [(bytes, what for)]: in one line or, with --verbose, a line per entry."""
+        """Print the plan, [(bytes, purpose)]: the sum or, with --verbose, a line per entry."""
         if self.settings.verbose:
             for size, what in plan:
                 print(f"allocated {-(-size // (1 << 20))} MiB for {what}")
@@ -142,7 +142,7 @@ class Console:
         return f"step {done:>{len(total)}}/{total}"
 
     def time_left(self, seconds):
-        """Seconds left at the pace so far. Validation and the like count; the first update, a warm-up, does not."""
+        """Seconds left at the pace so far, which includes validation but not the first update, a warm-up."""
         now, before = time.perf_counter(), self.done - self.loop.begin - 1  # updates since the first one
         if before == 0:
             self.timed_from = now

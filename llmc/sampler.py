@@ -30,7 +30,7 @@ class Random:
 
 
 def sample_multinomial(probs, coin):
-    """The first id whose running sum of probs (V,) exceeds coin; the last id when rounding leaves none."""
+    """The first id at which the running sum of probs (V,) exceeds coin; the last id if rounding keeps all below it."""
     return min(int(np.searchsorted(np.cumsum(probs), np.float32(coin), side="right")), probs.size - 1)
 
 
@@ -65,17 +65,17 @@ class Choice(NamedTuple):
 
 class Writer:
     """Prints each id at once, as text or, without a tokenizer, as a number. A character that spans several tokens is
-    printed when it is complete. Stripped: control characters, which a terminal would obey, and the marks that turn the
-    direction of text. (llm.c prints only ASCII of single bytes, and loses GPT-2's typographic quotes.)"""
+    printed when it is complete. Control characters are stripped, and marks that change the direction of text. (llm.c
+    prints only ASCII of single bytes, and loses GPT-2's typographic quotes.)"""
 
-    OBEYED = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+    STRIPPED = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
     def __init__(self, tokenizer):
         self.tokenizer, self.decoder = tokenizer, codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, id):
         text = self.decoder.decode(self.tokenizer.tokens[id]) if self.tokenizer else f"{id} "
-        sys.stdout.buffer.write(self.OBEYED.sub("", text).encode())
+        sys.stdout.buffer.write(self.STRIPPED.sub("", text).encode())
         sys.stdout.buffer.flush()
 
     def end(self):
@@ -91,7 +91,7 @@ def draw(decoder, prompt, count, randoms, choice, want_logprobs=False):
     B, T = len(randoms), prompt.shape[1]
     tokens = np.empty((B, T + count), np.int32)
     tokens[:, :T] = prompt
-    begin = seen = 0  # where its context begins; the tokens that it has seen
+    begin = seen = 0  # where the decoder's context begins; how many tokens it has seen
     for t in range(T, T + count):
         if t - begin > decoder.T:
             begin = seen = t - max(1, decoder.T // 2)
@@ -107,7 +107,7 @@ def draw(decoder, prompt, count, randoms, choice, want_logprobs=False):
 
 
 def check_diverged(logits):
-    """Raise UserError for logits, or log-probabilities, of which one is NaN or inf."""
+    """Raise UserError if a logit, or log-probability, is NaN or inf."""
     if not np.maximum.reduce(logits, None) < np.inf:
         raise UserError("the model's logits are not finite: it has diverged")
 
@@ -119,7 +119,7 @@ def log_probabilities(logits, ids):
 
 
 def end_of_text(tokenizer, V):
-    """The id of the end-of-text token; without a tokenizer V - 1, because it comes last in each vocabulary."""
+    """The id of the end-of-text token; without a tokenizer V - 1, as in GPT-2's vocabulary and ours."""
     return tokenizer.eot if tokenizer else V - 1
 
 

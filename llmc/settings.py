@@ -31,8 +31,8 @@ files, batch, optimizer, reports, checkpoints = (functools.partial(option, group
 
 @dataclasses.dataclass
 class Settings:
-    """What one training run does. The defaults are llm.c's CPU program of April 2024, for fine-tuning; a model with
-    random weights (-e dN) has those of from_scratch."""
+    """The settings of a training run. The defaults are those of llm.c's CPU program of April 2024, for fine-tuning; for
+    a model with random weights (-e dN), see from_scratch."""
 
     model: str = files("gpt2_124M.bin", "-e",
                        help="model to start from: a .bin file, or the directory of a run; or d2, d4, d6, d12 (GPT-2"
@@ -99,11 +99,11 @@ class Settings:
         val_every=100, val_batches=20, sample_every=200, sample_tokens=200, final_reports=1, print_every=10)
 
     gpus: ClassVar = 1
-    given: ClassVar = None  # of a run of from_scratch: the fields that the command line sets
+    given: ClassVar = None  # with from_scratch's defaults: the fields that the command line sets
 
     def fit_to_text(self, updates):
-        """Of from_scratch, unless -x is given: at most ten epochs of `updates`, beyond which a small text is learnt by
-        heart; the warm-up follows."""
+        """Limit from_scratch's default of -x to ten epochs of `updates` each, as more would make a model memorize a
+        small text, and the default of -u with it."""
         if self.given is not None and "steps" not in self.given:
             self.steps = min(self.steps, 10 * max(1, updates))
             if "warmup_steps" not in self.given:
@@ -112,7 +112,7 @@ class Settings:
     @classmethod
     def from_scratch(cls, depth, given):
         """The defaults of a model dN with random weights, N = depth. The peak learning rate, 0.0072 / N, is GPT-3's for
-        d12 (Brown et al. 2020). given: flag values by field, of which -x counts here."""
+        d12 (Brown et al. 2020). given: {field: value} of the command line."""
         steps = given.get("steps", cls.FROM_SCRATCH["steps"])
         return {**cls.FROM_SCRATCH, "learning_rate": 0.0072 / max(1, depth),
                 "warmup_steps": min(100, steps // 10) if steps else 100}
@@ -143,7 +143,7 @@ class Settings:
         return bool(self.skip_loss_zscore or self.skip_norm_zscore)
 
     def check(self):
-        """Raise UserError for a value that no run can have."""
+        """Raise UserError for an impossible value."""
         def expect(name, is_right, expected):
             if not is_right:
                 raise UserError(f"{flag_of(self, name)} {getattr(self, name)}: expected {expected}")
@@ -160,8 +160,7 @@ class Settings:
         for name in ("hellaswag", "patience"):
             expect(name, not getattr(self, name) or self.val_every, "-v STEPS too: it comes with each validation")
         for name in ("model", "data"):
-            if not getattr(self, name):
-                raise UserError(f"{flag_of(self, name)}: is empty, expected the name of a file")
+            expect(name, getattr(self, name), "the name of a file, not an empty one")
         if (self.checkpoint_every or self.resume) and not self.output_dir:
             found = f"-o {self.output} is a log file" if self.output else "there is no -o"
             raise UserError(f"-n and -y need a directory for checkpoints, but {found}: pass -o DIR")
@@ -182,10 +181,8 @@ def parse_settings(settings_class, description, argv=None):
     parser = Parser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     groups = {}
     for field in dataclasses.fields(settings_class):
-        extra = dict(field.metadata)
-        extra.pop("flags")
-        group = extra.pop("group")
-        if group not in groups:
+        extra = {name: value for name, value in field.metadata.items() if name not in ("flags", "group")}
+        if (group := field.metadata["group"]) not in groups:
             groups[group] = parser.add_argument_group(group)
         if field.type is bool:
             extra["action"] = "store_true"

@@ -21,14 +21,14 @@ class Shuffle(NamedTuple):
     samples: np.ndarray  # (samples,) int32, of the current shard
     key: np.ndarray  # (624,) uint32, the state of mt19937 after both were drawn
     index: int  # how many words of the state are used up, 1 to 624
-    seed: int = SEED  # that the run began with
+    seed: int = SEED  # of the run
 
 
 class Position(NamedTuple):
     """Where a run is in its data."""
 
-    shard: int = 0  # shards of this epoch before the current one
-    sample: int = 0  # samples taken from the current one
+    shard: int = 0  # number of shards of this epoch before the current one
+    sample: int = 0  # number of samples already read of the current one
     shuffle: Shuffle | None = None  # None: in order
 
     def number(self):

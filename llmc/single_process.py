@@ -20,7 +20,7 @@ class SingleProcess:
         """Raise UserError if ranks have different flags, models, data or kinds of GPU, or share a GPU."""
 
     def largest(self, number):
-        """Return the largest of all ranks' numbers, with None as 0; None if all are None."""
+        """Return the largest number of all ranks, with None as 0; None if all are None."""
         return number
 
     def starmap(self, function, items, check):

@@ -1,5 +1,5 @@
-"""CPU threads. Large matmuls run on OpenBLAS's; the others, and large element-wise loops, are split into blocks of rows
-or elements. The blocks do not depend on the number of threads, so neither do the results."""
+"""CPU threads. Large matmuls use OpenBLAS's; others, and large element-wise loops, are split into blocks of rows or
+elements. The blocks, and so the results, do not depend on the number of threads."""
 
 import contextlib
 import ctypes
@@ -16,10 +16,9 @@ NUMPY_WAS_FIRST = "numpy" in sys.modules and "OPENBLAS_THREAD_TIMEOUT" not in os
 
 
 def configure_openblas():
-    """Set two environment variables that OpenBLAS reads when NumPy loads it, unless the user has set them.
-    OpenBLAS's threads spin for 26 ms after a matmul before they sleep, on cores that the element-wise loops after it
-    need. 2^12 cycles is enough to catch the next matmul of a series.
-    OpenBLAS picks its kernels by CPU model, and an unknown one (AMD's Zen 4 and 5, for instance) gets Haswell's: AVX2,
+    """Set two variables that OpenBLAS reads when NumPy loads it, unless the user has set them. After a matmul, its
+    threads spin for 26 ms, on cores that the next element-wise loops need; 2^12 cycles are enough to catch the next
+    matmul of a series. It picks its kernels by CPU model: for one that it does not know (a new AMD), Haswell's: AVX2,
     half the speed. The SkylakeX kernels are AVX-512, for any CPU that has all the instructions they use."""
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "12")
     if "OPENBLAS_CORETYPE" in os.environ or platform.machine() != "x86_64" or not os.path.exists("/proc/cpuinfo"):
@@ -38,7 +37,7 @@ def count_threads():
 
 
 def leave_signals_alone():
-    """Block signals in this thread: one delivered here would reach the main thread, which handles it, late."""
+    """Block signals in this thread: Python's main thread, which handles them, would be woken late."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
@@ -48,8 +47,7 @@ BLOCK = 128 * 1024  # elements: small enough for the L2 cache, large enough that
 
 
 def parallel_blocks(work, n, block=BLOCK):
-    """Return work(start, stop) of consecutive blocks of range(n), a list; on all threads: NumPy's loops release the
-    GIL."""
+    """Return [work(start, stop)] of consecutive blocks of range(n), on all threads: NumPy's loops release the GIL."""
     starts = iter(range(0, n, block))  # next() on a range iterator is atomic under the GIL
     results = [None] * -(-n // block)
 

@@ -34,14 +34,12 @@ def read_tokenizer(path):
     if not 1 <= V <= len(data) or not 0 <= eot < V:
         raise UserError(f"{path}: vocabulary of {V} and end of text {eot} in {len(data)} bytes; {EXPORT}")
     tokens, end = [], 0
-    for id in range(V):
+    for _ in range(V):
         length = data[end] if end < len(data) else 0
         tokens.append(data[end + 1 : end + 1 + length])
         end += 1 + length
-        if length == 0 or end > len(data):
-            raise UserError(f"{path}: token {id} of {V} {'is cut short' if end > len(data) else 'is empty'}; {EXPORT}")
-    if end < len(data):
-        raise UserError(f"{path}: {len(data) - end} bytes too many after {V} tokens; {EXPORT}")
+    if end != len(data) or b"" in tokens:
+        raise UserError(f"{path}: is damaged: {len(data)} bytes, but not of {V} tokens; {EXPORT}")
     return Tokenizer(tokens, eot, path)
 
 
@@ -54,7 +52,7 @@ def write_tokenizer(path, tokens, eot, version=2):
 
 
 def keep_tokenizer(directory, tokenizer):
-    """Write tokenizer.bin, for programs that use the models beside it; raises UserError if another one is there."""
+    """Write tokenizer.bin, for the models in this directory; raises UserError if it exists and differs."""
     path = os.path.join(directory, "tokenizer.bin")
     if not os.path.lexists(path):
         write_tokenizer(path, tokenizer.tokens, tokenizer.eot)

@@ -1,8 +1,5 @@
-"""
-Vocabularies: text to ids and back, in bytes, characters, GPT-2's tokens or those of a Hugging Face folder.
-
-Not a program: the prepro programs tokenize with an encoding, programs that use a model load its Vocabulary.
-"""
+"""Vocabularies: text to ids and back, in bytes, characters, GPT-2's tokens or those of a Hugging Face folder. To
+tokenize text files, prepro/ loads an encoding; programs that use a model load its Vocabulary."""
 
 import functools
 import json
@@ -30,16 +27,16 @@ class PlainEncoding:
         self.decode_single_token_bytes = self.tokens.__getitem__
 
     def decode(self, ids):
-        return b"".join(self.tokens[id] for id in ids).decode(errors="replace")
+        return b"".join(map(self.decode_single_token_bytes, ids)).decode(errors="replace")
 
 
-class HFEncoding:
-    """The vocabulary of a Hugging Face folder with a tokenizer.json. Named as tiktoken.Encoding, too."""
+class HFEncoding(PlainEncoding):
+    """The vocabulary of a Hugging Face folder with a tokenizer.json."""
 
     def __init__(self, path, eot=None):
         """path: of a folder's tokenizer.json. eot_token, which separates documents, is the token that begins a text or,
-        in vocabularies without one, that ends it (`eot`, if no config.json says which). Raises UserError for a file
-        that cannot be read, or if nothing says how a text ends."""
+        in vocabularies without one, the token that ends it (`eot`, if no config.json names one). Raises UserError for
+        a file that cannot be read, or if nothing says which token ends a text."""
         with open_input(path, "expected gpt2, bytes, chars or a Hugging Face folder with a tokenizer.json") as f:
             text = f.read().decode(errors="replace")
         tokenizers = import_package("tokenizers", "a vocabulary of Hugging Face")
@@ -65,16 +62,13 @@ class HFEncoding:
     def decode_single_token_bytes(self, id):
         token = self.backend.id_to_token(id)
         if token is None:
-            return b"\xef\xbf\xbd"  # a row of the model that no token has
+            return b"\xef\xbf\xbd"  # the model has more rows than the vocabulary tokens
         if id in self.special:
             return token.encode()
         if self.byte_level:
             return bytes(LETTERS[letter] if letter in LETTERS else 63 for letter in token)
         byte = re.fullmatch(r"<0x([0-9A-F]{2})>", token)
         return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
-
-    def decode(self, ids):
-        return b"".join(map(self.decode_single_token_bytes, ids)).decode(errors="replace")
 
 
 def end_ids(prefix):
@@ -91,10 +85,7 @@ def end_ids(prefix):
 
 
 def bytes_to_letters():
-    """Return {byte: the character that stands for it in a byte-level tokenizer}.
-
-    Bytes that are printable in Latin-1 stand for themselves; the others map to U+0100 and on, in order.
-    """
+    """Return {byte: its character in a byte-level tokenizer}: printable Latin-1, or U+0100 and up for other bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
@@ -104,12 +95,10 @@ LETTERS = {letter: byte for byte, letter in bytes_to_letters().items()}
 
 
 def load_encoding(vocabulary, characters=""):
-    """Return the tiktoken.Encoding of 'gpt2', the PlainEncoding of 'bytes' or 'chars', the HFEncoding of a folder, the
-    Vocabulary of a run.
-
+    """Return the tiktoken.Encoding of 'gpt2', the PlainEncoding of 'bytes' or 'chars', a folder's HFEncoding, a run's
+    Vocabulary.
     gpt2: 50257 tokens, which tiktoken downloads once; raises UserError if that fails. bytes: the 256 byte values and
-    end of text. chars: the given characters, sorted, and end of text.
-    """
+    end of text. chars: the given characters, sorted, and end of text."""
     if vocabulary == "bytes":
         return PlainEncoding(vocabulary, [bytes([byte]) for byte in range(256)], lambda text: list(text.encode()))
     if vocabulary == "chars":
@@ -152,26 +141,14 @@ def encode(encoding, text, **options):
 
 def save_vocabulary(path, encoding, version=2):
     """Write an encoding as llm.c's tokenizer file."""
-    write_tokenizer(path, tokens_of(encoding), encoding.eot_token, version)
-    if isinstance(encoding, HFEncoding):  # whose files can encode, too, and chat
-        for name, data in folder_files(encoding).items():
+    write_tokenizer(path, as_vocabulary(encoding).tokens, encoding.eot_token, version)
+    if isinstance(encoding, HFEncoding):  # with the folder's files, which can encode and chat
+        files = {"generation_config.json": json.dumps({"eos_token_id": end_ids(encoding.prefix)}).encode()}
+        paths = {name: Path(encoding.prefix + name) for name in FOLDER_FILES}
+        files |= {name: source.read_bytes() for name, source in paths.items() if source.exists()}
+        for name, data in files.items():
             with replacing(path.removesuffix("tokenizer.bin") + name) as f:
                 f.write(data)
-
-
-def folder_files(encoding):
-    """{name: content} of the FOLDER_FILES of an HFEncoding; the tokens that end a text may be config.json's."""
-    found = {"generation_config.json": json.dumps({"eos_token_id": end_ids(encoding.prefix)}).encode()}
-    paths = {name: Path(encoding.prefix + name) for name in FOLDER_FILES}
-    return found | {name: path.read_bytes() for name, path in paths.items() if path.exists()}
-
-
-def tokens_of(encoding):
-    return [encoding.decode_single_token_bytes(id) for id in range(encoding.n_vocab)]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# a model's vocabulary
 
 
 @dataclass
@@ -236,32 +213,29 @@ def as_vocabulary(encoding):
     """Return the Vocabulary of an encoding."""
     folder = encoding if isinstance(encoding, HFEncoding) else None
     path = f"{folder.prefix}tokenizer.bin" if folder else ""  # which would be beside its files
-    return Vocabulary(tokens_of(encoding), encoding.eot_token, path, folder)
+    tokens = [encoding.decode_single_token_bytes(id) for id in range(encoding.n_vocab)]
+    return Vocabulary(tokens, encoding.eot_token, path, folder)
 
 
 def load_vocabulary(model, V, path=None):
-    """Return the Vocabulary of a model with V tokens; None, with a warning, if there is none.
-
-    It comes from the file `path`; else from beside the model: the NAME_tokenizer.bin of export_weights.py, a run's
-    tokenizer.bin, a Hugging Face folder's tokenizer.json or, if V is GPT-2's, gpt2_tokenizer.bin; else V tells whether
-    it is GPT-2's or bytes. Raises UserError for a file of another size.
-    """
+    """Return the Vocabulary of a model with V tokens; None, with a warning, if there is none. It is read from the file
+    `path`; else from beside the model: the NAME_tokenizer.bin of export_weights.py, a run's tokenizer.bin, a Hugging
+    Face folder's tokenizer.json or, if V is GPT-2's, gpt2_tokenizer.bin; else V tells whether it is GPT-2's or bytes.
+    Raises UserError for a file of another size."""
     directory = model if os.path.isdir(model) else os.path.dirname(model)
     label = re.sub(r"^(gpt2|llama3)_|(_bf16)?\.bin$", "", os.path.basename(model))
     beside = [os.path.join(directory, f"{name}tokenizer.bin") for name in (f"{label}_", "", "gpt2_")]
-    if not path:
-        path = next(filter(os.path.lexists, beside if KNOWN.get(V) == "gpt2" else beside[:2]), None)
+    path = path or next(filter(os.path.lexists, beside if KNOWN.get(V) == "gpt2" else beside[:2]), None)
+    encodes = f"{os.fspath(path or beside[1]).removesuffix('tokenizer.bin')}tokenizer.json"
+    has_folder = V not in KNOWN and os.path.exists(encodes)
     if path:
         found = read_tokenizer(path)
         if len(found.tokens) != V:
             raise UserError(f"{path}: {len(found.tokens)} tokens, but the model has V={V}: pass --tokenizer FILE")
-        encodes, folder = f"{os.fspath(path).removesuffix('tokenizer.bin')}tokenizer.json", None
         plain = all(len(token) <= 4 for id, token in enumerate(found.tokens) if id != found.eot)  # bytes or characters
-        if V not in KNOWN and not plain and os.path.exists(encodes):
-            folder = HFEncoding(encodes, found.eot)
+        folder = HFEncoding(encodes, found.eot) if has_folder and not plain else None
         return Vocabulary(found.tokens, found.eot, path, folder)
-    encodes = os.path.join(directory, "tokenizer.json")
-    if V not in KNOWN and os.path.exists(encodes):
+    if has_folder:
         encoding = HFEncoding(encodes)
         if encoding.n_vocab > V:
             raise UserError(f"{encodes}: {encoding.n_vocab} tokens, but the model has V={V}")

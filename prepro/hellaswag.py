@@ -18,8 +18,8 @@ import os
 import numpy as np
 
 from llmc.errors import Parser, UserError, run_main
-from llmc.hellaswag import BEGIN, ENDINGS, HELLASWAG, NUMBERS, Example
-from llmc.files import EXAMPLES_MAGIC, make_directory, make_header, replacing
+from llmc.hellaswag import BEGIN, ENDINGS, NUMBERS, Example
+from llmc.files import EXAMPLES_MAGIC, HELLASWAG, make_directory, make_header, replacing
 from llmc.vocabulary import HFEncoding, encode, load_encoding
 from prepro.common import check_not_written_over, download, read_input
 

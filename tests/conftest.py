@@ -1,6 +1,8 @@
 """What several test files share: small models and data on disk, programs run as a user runs them, a server, a fake GPU.
 Tests that need a real one ask for the fixture `gpu` or are marked so; elsewhere they do not run: see the last line."""
 
+import collections
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -41,6 +43,7 @@ from llmc.tokenizer import write_tokenizer
 from train_gpt2 import Config
 
 ROOT = Path(__file__).parent.parent
+CASES = 8  # of each test that needs a GPU, spread over its list: sizes, precisions; --every-case runs all
 GPT2_124M = Config(maxT=1024, V=50257, L=12, NH=12, C=768, Vp=50304)
 SMALL = Config(maxT=32, V=257, L=2, NH=3, C=24, Vp=384)
 SMALL_HEADS = Config(maxT=64, V=257, L=2, NH=2, C=32, Vp=384)  # which the GPU's kernels take
@@ -58,22 +61,55 @@ def needs_gpu(item):
 
 
 @pytest.fixture(autouse=True)
+def left_after_a_test():
+    """The streams that on_stream has entered."""
+    with contextlib.ExitStack() as on_stream.entered:
+        yield
+
+
+def on_stream(device):
+    """The rest of a test is on this device's stream. (Not by CuPy's Stream.use: after the next `with` block of another
+    stream, one would be on the default stream, which waits for none of ours.)"""
+    on_stream.entered.enter_context(device.stream)
+
+
+@pytest.fixture(autouse=True)
 def cache(request, monkeypatch, tmp_path_factory):
     """Fake GPUs leave nothing in the user's cache, in which real ones find their kernels."""
     if not needs_gpu(request.node):
         monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
+def pytest_addoption(parser):
+    parser.addoption("--every-case", action="store_true", help=f"on a GPU: every case of a test, not {CASES} of them")
+
+
 @pytest.hookimpl(trylast=True)  # of those that -k and -m have left
 def pytest_collection_modifyitems(config, items):
     needing = list(filter(needs_gpu, items))
+    if not config.getoption("--every-case") and not config.option.keyword:
+        cases = collections.defaultdict(list)
+        for item in needing:
+            cases[item.nodeid.split("[")[0] if item.path.name != "test_gpt2.py" else item].append(item)
+        needed = {item for group in cases.values() for item in group[:: -(-len(group) // CASES)]}
+        others = [item for item in needing if item not in needed]
+        items[:] = [item for item in items if item not in set(others)]
+        config.hook.pytest_deselected(items=others)
+        needing = [item for item in needing if item in needed]
     try:
         if needing:
             device.open_gpu()
     except UserError as error:
         items[:] = [item for item in items if item not in set(needing)]
         config.hook.pytest_deselected(items=needing)
-        config.without_gpu = f"GPU: {len(needing)} tests need one and did not run ({re.split('[:;] ', str(error))[0]})"
+        reason = re.split("[:;] ", str(error))[0]
+        output = getattr(config, "workeroutput", vars(config))  # of one of pytest-xdist's processes, or the only one
+        output["without_gpu"] = f"GPU: {len(needing)} tests need one and did not run ({reason})"
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node):
+    vars(node.config).update({name: text for name, text in node.workeroutput.items() if name == "without_gpu"})
 
 
 def pytest_terminal_summary(terminalreporter, config):

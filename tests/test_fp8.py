@@ -12,6 +12,7 @@ import train_gpt2
 import train_gpt2_cuda as cuda
 import train_llama3
 import train_llama3_cuda as llama_cuda
+from conftest import on_stream
 from llmc.errors import UserError
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import Device, copy_to_gpu, to_float32
@@ -156,7 +157,7 @@ def matmul(gpu, request):
                         launch_geometry(config, FP8, gpu.arch))
         DEVICES[key] = Matmul(device, FP8)
         DEVICES[key].allocate()
-    DEVICES[key].device.stream.use()
+    on_stream(DEVICES[key].device)
     return DEVICES[key]
 
 
@@ -272,7 +273,7 @@ def norm_device(gpu, C):
     if C not in DEVICES:
         file = kernel_files(LAYERS, norm_config(C), FP8, gpu.arch, "auto")["norm_fp8"]
         DEVICES[C] = Device(gpu, [file], launch_geometry(norm_config(C), FP8, gpu.arch))
-    DEVICES[C].stream.use()
+    on_stream(DEVICES[C])
     return DEVICES[C]
 
 
@@ -417,7 +418,7 @@ def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, sm_count):
     device = open_once(config, FP8, "native")
     if sm_count:
         monkeypatch.setattr(device, "sm_count", sm_count)
-    device.stream.use()
+    on_stream(device)
     fp8 = make_fp8(matmul, 16)
     slot, dtype = fp8.slot("qkv", 1, "dout"), "bfloat16"
     inp, dout = on_gpu(random(B, T, QKV, seed=1, dtype=dtype), random(B, T, NH * HS, seed=2, dtype=dtype), dtype=dtype)

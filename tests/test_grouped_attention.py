@@ -14,6 +14,7 @@ import pytest
 
 import train_gpt2_cuda as cuda
 import train_llama3
+from conftest import on_stream
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import Device, open_gpu
 from llmc.gpu.geometry import hopper_attention, kernel_files, launch_geometry
@@ -61,7 +62,7 @@ def test_grouped_attention(gpu, monkeypatch, B, T, NH, NKV, HS, precision, kind)
         if not hopper_attention(config, numbers, gpu.arch):
             pytest.skip("blocks do not stay here")
         monkeypatch.setattr(device, "sm_count", 2)
-    device.stream.use()
+    on_stream(device)
     sizes, Q, QKV, e = (B, T, NH, NKV, HS), NH * HS, (NH + 2 * NKV) * HS, numbers.dtype
     inp, dout = random(B, T, QKV, seed=1, spread=1.5, dtype=e), random(B, T, Q, seed=2, dtype=e)
     inp_gpu, dout_gpu = on_gpu(inp, dout, dtype=e)

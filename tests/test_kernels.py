@@ -19,7 +19,7 @@ import train_gpt2
 import train_gpt2_cuda as cuda
 import train_llama3
 import train_llama3_cuda as llama_cuda
-from conftest import ROOT, Array
+from conftest import ROOT, Array, on_stream
 from llmc.gpu.batch import SortedTokens, sort_tokens
 from llmc.checkpoint import padded
 from llmc.gpu.compiler import KernelFile, compile_kernels, prepare_kernels
@@ -272,10 +272,10 @@ def get_matmul(gpu, config, precision, portable=False, matmul="auto", architectu
         gpu = open_gpu("sm_80" if portable else "native")
         device, made = open_device(architecture, gpu, config, precision, matmul)
         device.config, device.precision = config, precision  # for the tests
-        device.stream.use()
-        made.allocate()
+        with device.stream:
+            made.allocate()
         MATMULS[key] = made
-    MATMULS[key].device.stream.use()
+    on_stream(MATMULS[key].device)
     return MATMULS[key]
 
 

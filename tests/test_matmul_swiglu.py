@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from conftest import on_stream
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import Device, to_float32
 from llmc.gpu.geometry import KERNELS, blocks, hopper_matmul, kernel_files, launch_geometry, pack
@@ -42,7 +43,7 @@ def get(gpu, monkeypatch, config, sm_count=None):
     if not hopper_matmul(BFLOAT16, gpu.arch):
         pytest.skip(f"{gpu.arch} is not Hopper")
     matmul = open_once(gpu, config)
-    matmul.device.stream.use()
+    on_stream(matmul.device)
     if sm_count:
         monkeypatch.setattr(matmul.device, "sm_count", sm_count)
     return matmul

@@ -75,6 +75,11 @@ def test_each_flag_is_one_of_the_program_s(project, recipe, monkeypatch):
     assert {"prepro", "train", "evaluate.py", "generate.py"} <= programs
 
 
+def test_an_unknown_size_is_one_line(project):
+    with pytest.raises(AssertionError, match=r"^run_gpt2.sh: error: size '125M': expected 124M, 350M, 774M or 1558M\n"):
+        run("run_gpt2.sh", "125M")
+
+
 def test_from_text_to_text(project, tmp_path):
     project(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     for path in (ROOT / "llmc", ROOT / "prepro", *ROOT.glob("*.py")):

@@ -13,7 +13,7 @@ import torch
 
 import llmc.gpu.compiler
 import train_gpt2 as t
-from conftest import ROOT
+from conftest import ROOT, on_stream
 from llmc.gpu.device import Device
 from fp8_reference import decode_e4m3, next_scales, round_e4m3, round_e5m2
 from llmc.gpu.fp8 import Fp8, Fp8Linear, Fp8Passes
@@ -327,7 +327,7 @@ def test_a_fault_in_a_kernel_is_red(fault, gpu, tmp_path, monkeypatch, capsys):
         file = kernel_files(LAYERS, GPU_CONFIG, FP8, gpu.arch, "auto")["fp8"]
         device = Device(gpu, [file], launch_geometry(GPU_CONFIG, FP8, gpu.arch))
         matmul = Matmul(device, FP8)
-        device.stream.use()  # Matmul, when made, has left it
+        on_stream(device)
         out, large = bytes_on_gpu((16, 16), 0), on_gpu(np.full((16, 16), 1000, np.float32), dtype="bfloat16")
         make_fp8(matmul, 16).quantize("fc", 1, "dout", large, out)
         assert np.isnan(decode_e4m3(out.get())).all()

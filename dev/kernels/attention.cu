@@ -31,6 +31,71 @@ __device__ inline E* head_out(E* out, int b, int h, int T, int t = 0) {
     return out + (int64(b) * T + t) * C + h * HS;
 }
 
+// A thread's part of a row of HS numbers that LANES neighboring threads share: fours lane, lane + LANES, ...
+template <int LANES>
+struct Part {
+    static_assert(HS % (4 * LANES) == 0, "threads share a row in units of four floats");
+    float4 x[HS / 4 / LANES];
+};
+
+template <int LANES>
+__device__ inline Part<LANES> load_part(const element* row, float factor) {
+    Part<LANES> part;
+#pragma unroll
+    for (int u = 0; u < HS / 4 / LANES; u++) {
+        const element* from = row + (LANES * u + threadIdx.x % LANES) * 4;
+        part.x[u] = {to_float(from[0]) * factor, to_float(from[1]) * factor, to_float(from[2]) * factor,
+                     to_float(from[3]) * factor};
+    }
+    return part;
+}
+
+template <int LANES>
+__device__ inline void store_part(element* row, const Part<LANES>& part, float divisor) {
+#pragma unroll
+    for (int u = 0; u < HS / 4 / LANES; u++) {
+        element* to = row + (LANES * u + threadIdx.x % LANES) * 4;
+        from_float(to[0], part.x[u].x / divisor);
+        from_float(to[1], part.x[u].y / divisor);
+        from_float(to[2], part.x[u].z / divisor);
+        from_float(to[3], part.x[u].w / divisor);
+    }
+}
+
+// The dot product of a shared row and a row in shared memory; all LANES threads get it.
+template <int LANES>
+__device__ inline float dot(const Part<LANES>& part, const float4* row) {
+    float4 s = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int u = 0; u < HS / 4 / LANES; u++) {
+        const float4 a = part.x[u], b = row[LANES * u + threadIdx.x % LANES];
+        s = {s.x + a.x * b.x, s.y + a.y * b.y, s.z + a.z * b.z, s.w + a.w * b.w};
+    }
+    const float sum = s.x + s.y + (s.z + s.w);
+    return LANES == 4 ? quad_sum(sum) : sum;
+}
+
+// sums += factor * row
+template <int LANES>
+__device__ inline void add(Part<LANES>& sums, float factor, const float4* row) {
+#pragma unroll
+    for (int u = 0; u < HS / 4 / LANES; u++) {
+        const float4 s = sums.x[u], b = row[LANES * u + threadIdx.x % LANES];
+        sums.x[u] = {s.x + factor * b.x, s.y + factor * b.y, s.z + factor * b.z, s.w + factor * b.w};
+    }
+}
+
+constexpr int TILE = 32;  // rows that pass through shared memory at once
+
+// Load rows first .. first + TILE - 1 of a head to shared memory; past the end of the sequence, its last row again,
+// which is not used.
+__device__ inline void load_rows(float4 (*tile)[HS / 4], const element* head, int row_stride, int first, int T) {
+    for (int i = threadIdx.x; i < TILE * HS / PACK; i += blockDim.x) {
+        const int r = i / (HS / PACK), c = i % (HS / PACK) * PACK;
+        store(reinterpret_cast<float*>(tile[r]) + c, load(head + int64(min(first + r, T - 1)) * row_stride + c));
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // forward
 
@@ -73,66 +138,34 @@ attention_forward_thread_a_row(element* out, float* lse, const element* inp, int
 // Block (any size up to 256), grid (T / block, NH, B).
 extern "C" __global__ void __launch_bounds__(256)
 attention_forward_online(element* out, float* lse, const element* inp, int T) {
-    constexpr int KEYS = 32, UNITS = HS / 4;  // per tile; per row
-    __shared__ float4 keys[KEYS][UNITS], values[KEYS][UNITS];
+    __shared__ float4 keys[TILE][HS / 4], values[TILE][HS / 4];
     const int t = blockIdx.x * blockDim.x + threadIdx.x, h = blockIdx.y, b = blockIdx.z;
     const int last = min(T, int(blockIdx.x + 1) * int(blockDim.x)) - 1;  // the block's last query
-
-    float4 query[UNITS], sums[UNITS];
-#pragma unroll
-    for (int u = 0; u < UNITS; u++) {
-        const element* from = head_in(inp, 0, b, h, T, min(t, last)) + 4 * u;
-        query[u] = {to_float(from[0]) * scale(), to_float(from[1]) * scale(), to_float(from[2]) * scale(),
-                    to_float(from[3]) * scale()};
-        sums[u] = {0.0f, 0.0f, 0.0f, 0.0f};
-    }
+    const Part<1> query = load_part<1>(head_in(inp, 0, b, h, T, min(t, last)), scale());
+    Part<1> sums = {};
     float largest = -INFINITE, total = 0.0f;
-    for (int first = 0; first <= last; first += KEYS) {
+    for (int first = 0; first <= last; first += TILE) {
         __syncthreads();  // all have read the previous tile
-        for (int i = threadIdx.x; i < KEYS * HS / PACK; i += blockDim.x) {
-            const int k = i / (HS / PACK), c = i % (HS / PACK) * PACK, row = min(first + k, T - 1);
-            store(reinterpret_cast<float*>(keys[k]) + c, load(head_in(inp, 1, b, h, T, row) + c));
-            store(reinterpret_cast<float*>(values[k]) + c, load(head_in(inp, 2, b, h, T, row) + c));
-        }
+        load_rows(keys, head_in(inp, 1, b, h, T), 3 * C, first, T);
+        load_rows(values, head_in(inp, 2, b, h, T), 3 * C, first, T);
         __syncthreads();
-        const int count = t > last ? 0 : min(KEYS, t - first + 1);  // keys of this tile that this query may see
+        const int count = t > last ? 0 : min(TILE, t - first + 1);  // keys of this tile that this query may see
         for (int k = 0; k < count; k++) {
-            float4 s = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-            for (int u = 0; u < UNITS; u++) {
-                const float4 key = keys[k][u];
-                s = {s.x + query[u].x * key.x, s.y + query[u].y * key.y,
-                     s.z + query[u].z * key.z, s.w + query[u].w * key.w};
-            }
-            const float score = s.x + s.y + (s.z + s.w);
+            const float score = dot(query, keys[k]);
             if (score > largest) {  // rare, once some keys have been seen
                 const float factor = expf(largest - score);
                 total *= factor;
 #pragma unroll
-                for (int u = 0; u < UNITS; u++) {
-                    sums[u] = {sums[u].x * factor, sums[u].y * factor, sums[u].z * factor, sums[u].w * factor};
-                }
+                for (float4& x : sums.x) x = {x.x * factor, x.y * factor, x.z * factor, x.w * factor};
                 largest = score;
             }
             const float p = expf(score - largest);
             total += p;
-#pragma unroll
-            for (int u = 0; u < UNITS; u++) {
-                const float4 value = values[k][u];
-                sums[u] = {sums[u].x + p * value.x, sums[u].y + p * value.y,
-                           sums[u].z + p * value.z, sums[u].w + p * value.w};
-            }
+            add(sums, p, values[k]);
         }
     }
     if (t > last) return;
-    element* result = head_out(out, b, h, T, t);
-#pragma unroll
-    for (int u = 0; u < UNITS; u++) {
-        from_float(result[4 * u], sums[u].x / total);
-        from_float(result[4 * u + 1], sums[u].y / total);
-        from_float(result[4 * u + 2], sums[u].z / total);
-        from_float(result[4 * u + 3], sums[u].w / total);
-    }
+    store_part(head_out(out, b, h, T, t), sums, total);
     lse[(int64(b) * NH + h) * T + t] = largest + logf(total);
 }
 
@@ -155,7 +188,7 @@ attention_backward_row_sums(float* D, const element* dout, const element* out, i
 // thread_a_row. The formulas, in two loops: one thread per query goes over the keys that it sees and sums dquery, then
 // one thread per key goes over the queries that see it and sums dkey and dvalue. P and dS of a pair are computed in
 // both, so there are seven matmuls instead of five, but none of the masked half, and no (T,T) matrix. Nothing is in
-// shared memory: every product reads both its numbers from memory or the cache, and neighbouring threads read rows 3C
+// shared memory: every product reads both its numbers from memory or the cache, and neighboring threads read rows 3C
 // apart.
 // Both: block (any size up to 256), grid (T / block, NH, B).
 __device__ inline float row_product(const element* a, const element* b) {
@@ -213,67 +246,9 @@ attention_backward_dkv_thread_a_row(element* dinp, const element* dout, const el
 }
 
 // recompute. The same two loops, but a thread keeps its own rows in registers, and the other operand passes through
-// shared memory, in tiles that all rows of the block share. Four neighbouring threads share a row, since four rows of
+// shared memory, in tiles that all rows of the block share. Four neighboring threads share a row, since four rows of
 // HS do not fit into the registers of one.
 // Both: block (any multiple of 32 up to 256), grid (T / (block / 4), NH, B).
-constexpr int TILE = 32;          // rows that pass through shared memory at once
-constexpr int UNITS = HS / 16;    // of 4 floats, per thread: units lane, lane + 4, ... of a row
-
-static_assert(HS % 16 == 0, "four threads share a row, in units of four floats");
-
-struct Part {  // a thread's part of a row
-    float4 x[UNITS];
-};
-
-__device__ inline Part load_part(const element* row) {
-    Part part;
-#pragma unroll
-    for (int u = 0; u < UNITS; u++) {
-        const element* from = row + (4 * u + threadIdx.x % 4) * 4;
-        part.x[u] = {to_float(from[0]), to_float(from[1]), to_float(from[2]), to_float(from[3])};
-    }
-    return part;
-}
-
-__device__ inline void store_part(element* row, const Part& part) {
-#pragma unroll
-    for (int u = 0; u < UNITS; u++) {
-        element* to = row + (4 * u + threadIdx.x % 4) * 4;
-        from_float(to[0], part.x[u].x);
-        from_float(to[1], part.x[u].y);
-        from_float(to[2], part.x[u].z);
-        from_float(to[3], part.x[u].w);
-    }
-}
-
-// The dot product of the row that four threads share and a row in shared memory; all four get it.
-__device__ inline float dot(const Part& part, const float4* row) {
-    float4 s = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int u = 0; u < UNITS; u++) {
-        const float4 a = part.x[u], b = row[4 * u + threadIdx.x % 4];
-        s = {s.x + a.x * b.x, s.y + a.y * b.y, s.z + a.z * b.z, s.w + a.w * b.w};
-    }
-    return quad_sum(s.x + s.y + (s.z + s.w));
-}
-
-// sums += factor * row
-__device__ inline void add(Part& sums, float factor, const float4* row) {
-#pragma unroll
-    for (int u = 0; u < UNITS; u++) {
-        const float4 s = sums.x[u], b = row[4 * u + threadIdx.x % 4];
-        sums.x[u] = {s.x + factor * b.x, s.y + factor * b.y, s.z + factor * b.z, s.w + factor * b.w};
-    }
-}
-
-// Load rows first .. first + TILE - 1 of a head to shared memory; past the end of the sequence, its last row again,
-// which is not used.
-__device__ inline void load_rows(float4 (*tile)[HS / 4], const element* head, int row_stride, int first, int T) {
-    for (int i = threadIdx.x; i < TILE * HS / PACK; i += blockDim.x) {
-        const int r = i / (HS / PACK), c = i % (HS / PACK) * PACK;
-        store(reinterpret_cast<float*>(tile[r]) + c, load(head + int64(min(first + r, T - 1)) * row_stride + c));
-    }
-}
 
 extern "C" __global__ void __launch_bounds__(256)
 attention_backward_dquery_recompute(element* dinp, const element* dout, const element* inp, const float* lse,
@@ -283,9 +258,10 @@ attention_backward_dquery_recompute(element* dinp, const element* dout, const el
     // threads beyond the last query repeat its work
     const int last = min(T, int(blockIdx.x + 1) * rows) - 1, mine = min(t, last);
     const int64 row = (int64(b) * NH + h) * T + mine;
-    const Part query = load_part(head_in(inp, 0, b, h, T, mine)), d = load_part(head_out(dout, b, h, T, mine));
+    const Part<4> query = load_part<4>(head_in(inp, 0, b, h, T, mine), 1.0f);
+    const Part<4> d = load_part<4>(head_out(dout, b, h, T, mine), 1.0f);
     const float row_lse = lse[row], row_D = D[row];
-    Part dquery = {};
+    Part<4> dquery = {};
     for (int first = 0; first <= last; first += TILE) {
         __syncthreads();
         load_rows(keys, head_in(inp, 1, b, h, T), 3 * C, first, T);
@@ -298,7 +274,7 @@ attention_backward_dquery_recompute(element* dinp, const element* dout, const el
             add(dquery, p * (dp - row_D) * scale(), keys[k]);
         }
     }
-    if (t <= last) store_part(head_in(dinp, 0, b, h, T, t), dquery);
+    if (t <= last) store_part(head_in(dinp, 0, b, h, T, t), dquery, 1.0f);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -308,8 +284,9 @@ attention_backward_dkv_recompute(element* dinp, const element* dout, const eleme
     const int rows = blockDim.x / 4, k = blockIdx.x * rows + threadIdx.x / 4, h = blockIdx.y, b = blockIdx.z;
     const int mine = min(k, T - 1);
     const int64 head = (int64(b) * NH + h) * T;
-    const Part key = load_part(head_in(inp, 1, b, h, T, mine)), value = load_part(head_in(inp, 2, b, h, T, mine));
-    Part dkey = {}, dvalue = {};
+    const Part<4> key = load_part<4>(head_in(inp, 1, b, h, T, mine), 1.0f);
+    const Part<4> value = load_part<4>(head_in(inp, 2, b, h, T, mine), 1.0f);
+    Part<4> dkey = {}, dvalue = {};
     // Queries before the block's first key see none of its keys.
     for (int first = blockIdx.x * rows / TILE * TILE; first < T; first += TILE) {
         __syncthreads();
@@ -326,8 +303,8 @@ attention_backward_dkv_recompute(element* dinp, const element* dout, const eleme
         }
     }
     if (k >= T) return;
-    store_part(head_in(dinp, 1, b, h, T, k), dkey);
-    store_part(head_in(dinp, 2, b, h, T, k), dvalue);
+    store_part(head_in(dinp, 1, b, h, T, k), dkey, 1.0f);
+    store_part(head_in(dinp, 2, b, h, T, k), dvalue, 1.0f);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -7,9 +7,8 @@ The kernel library: every layer of GPT-2, from the naive kernel to the live one,
     python dev/kernels/bench.py layernorm_forward --mine my.cu           # your kernel layernorm_forward_warp_a_row, too
     python dev/kernels/bench.py --all                         # all layers: dev/kernels/RESULTS.md
 
-Each rung is compared with the NumPy function at every block size. If one element is wrong, its tensor is printed,
-nothing is timed, and the exit status is 1. A layer's first rows in the table are the libraries': PyTorch's, and for
-matmuls cuBLASLt's. README.md says how rungs are checked and timed.
+If one element of a rung is wrong, its tensor is printed, nothing is timed, and the exit status is 1. README.md says
+how rungs are checked and timed.
 """
 
 import argparse

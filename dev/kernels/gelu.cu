@@ -51,16 +51,8 @@ extern "C" __global__ void __launch_bounds__(1024) gelu_forward_sigmoid(element*
     store(out + i, x);
 }
 
-// thread_an_element. The formula with its slope, one thread per element; slow for the same reason as forward, 2 or 4
-// bytes per instruction.
-extern "C" __global__ void __launch_bounds__(1024)
-gelu_backward_thread_an_element(element* dinp, const element* inp, const element* dout, int64 N) {
-    const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i < N) from_float(dinp[i], to_float(dout[i]) * gelu_slope(to_float(inp[i])));
-}
-
-// pack_a_thread. 16 bytes per thread, as in forward. The slope costs one tanhf, hidden by the three accesses: the speed
-// of a copy. It takes less time than the live rung, which also writes the column sums.
+// pack_a_thread. 16 bytes per thread; an element per thread is as slow as in forward. The slope costs one tanhf, hidden
+// by the three accesses: the speed of a copy. It takes less time than the live rung, which also writes the column sums.
 extern "C" __global__ void __launch_bounds__(1024)
 gelu_backward_pack_a_thread(element* dinp, const element* inp, const element* dout, int64 N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;

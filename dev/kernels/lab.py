@@ -6,6 +6,7 @@ its rungs, from the naive kernel to the one in kernels/. README.md has the steps
 """
 
 import contextlib
+import functools
 import glob
 import math
 import os
@@ -28,7 +29,7 @@ from llmc.gpu.device import Device
 from llmc.gpu.geometry import blocks, kernel_files, launch_geometry, model_constants
 from llmc.gpu.precision import Precision
 from llmc.tensors import bf16_bits, bf16_to_float32, Row
-from profile_gpu import open_device, size_of
+from profile_gpu import measure, open_device, size_of
 from train_gpt2 import Config
 from llmc.debugstate import check_tensor
 
@@ -110,12 +111,12 @@ class Layer:
 
     - its docstring: the formula; the first line is printed;
     - tensors(): {name: data, or the Row of an output}, as the GPU stores them;
-    - checked: {tensor: the error allowed, as a fraction of its largest value} for what the layer writes;
+    - checked: {tensor: the error allowed, as a fraction of its largest value} for the layer's outputs;
     - oracle(t): does to float64 NumPy arrays what the kernels do; by default the function of train_gpt2.py of the same
       name, on the tensors of `signature` (if not given: all) and sizes();
     - moved: the tensors that a perfect kernel would read or write; or flops(), its operations;
     - library(t): given PyTorch tensors, a function that returns {tensor: result}, for a row called library_name;
-    - arguments(a) and work: what a Kernel is launched on, by default the same tensors and N rows;
+    - arguments(a) and work: a Kernel's arguments and number of rows, by default the same tensors and N;
     - Rungs, the simplest first.
     """
 
@@ -330,7 +331,7 @@ def widen(array):
 
 
 def expected_results(layer, tensors):
-    """Run the oracle; {name: float64 array} of what the layer writes."""
+    """Run the oracle; {name: float64 array} of the layer's outputs."""
     t = SimpleNamespace(**{name: np.full(x.shape, np.nan) if isinstance(x, Row) else widen(x)
                            for name, x in tensors.items()})
     layer.oracle(t)
@@ -385,19 +386,9 @@ SAMPLE = 2 << 20  # elements at either end of a result in which rungs are compar
 
 
 def milliseconds(lab, flush, call):
-    """The median time of several calls, the L2 cache flushed before each; what is slow is called less often."""
-    cp, times, repeats = llmc.gpu.device.cp, [], 20
-    while len(times) < repeats + 2:
-        start, end = cp.cuda.Event(), cp.cuda.Event()
-        lab.clear(flush)
-        start.record(lab.stream)
-        call()
-        end.record(lab.stream)
-        end.synchronize()
-        times.append(cp.cuda.get_elapsed_time(start, end))
-        if len(times) == 2:
-            repeats = max(3, min(20, int(500 / max(times[1], 1e-3))))
-    return float(np.median(times[2:]))
+    """The median time of several calls, the L2 cache flushed before each; slow ones are repeated less often."""
+    times = functools.partial(measure, lab.device, call, before=lambda device: lab.clear(flush))
+    return 1000 * times(max(3, min(20, int(0.5 / max(times(1), 1e-6)))))
 
 
 def time_layer(layer, lab, names=None):

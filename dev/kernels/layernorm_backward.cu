@@ -58,7 +58,7 @@ layernorm_backward_thread_a_row(element* dinp, float* dweight, float* dbias, con
     add_row<1>(dinp, dweight, dbias, dout, inp, weight, mean, rstd, row);
 }
 
-// atomics. One warp per row: reads are coalesced, and the additions of a warp go to neighbouring addresses, where those
+// atomics. One warp per row: reads are coalesced, and the additions of a warp go to neighboring addresses, where those
 // of thread_a_row all go to the same one. But there are as many additions as before, and they are the bottleneck: half
 // the bytes in bfloat16 save next to nothing.
 extern "C" __global__ void __launch_bounds__(1024)

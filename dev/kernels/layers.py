@@ -10,13 +10,8 @@ import torch.nn.functional as F
 from lab import (BLOCK, EXACT, PACK, SUMS, SWEEP, THREAD, WARP, Kernel, Layer, bf16_bits, blocks, cuda, launcher, np,
                  rung, size_of, torch, train_gpt2)
 from llmc.gpu.batch import SortedTokens, sort_tokens
-from train_gpt2_cuda import STEP_CONTROL, adamw_update, global_norm
+from train_gpt2_cuda import STEP_CONTROL, adamw_update
 from llmc.gpu.shares import UPDATE_CHUNK, CHUNKS
-
-
-def waves(lab, block):
-    """How many blocks of this size fill the GPU once: a multiprocessor holds 2048 threads and 32 blocks."""
-    return lab.sm_count * min(32, 2048 // block)
 
 
 class EncoderForward(Layer):
@@ -87,7 +82,7 @@ class LayernormForward(Layer):
         inp = t.inp.to(t.weight.dtype)  # PyTorch's takes only one dtype
         return lambda: dict(zip(self.checked, torch.native_layer_norm(inp, (self.C,), t.weight, t.bias, 1e-5)))
 
-    thread_a_row, warp_a_row, one_pass = Kernel(THREAD), Kernel(WARP), Kernel(WARP)
+    thread_a_row, warp_a_row = Kernel(THREAD), Kernel(WARP)
     shared_memory = Kernel(WARP, shared=lambda self, block: (2 + block // 32) * self.C * 16 // self.pack)
     live = launcher(lambda self, device, a: cuda.residual_layernorm_forward(
         device, None, a.out, a.mean, a.rstd, a.inp, None, a.weight, a.bias, *self.sizes()))
@@ -123,52 +118,15 @@ class LayernormBackward(Layer):
 
     thread_a_row = Kernel(THREAD, adds_to=("dweight", "dbias"))
     atomics = Kernel(WARP, adds_to=("dweight", "dbias"))
-    shared_memory = Kernel(grid=lambda self, lab, block: (min(waves(lab, block), blocks(self.N, block // 32)),),
-                           shared=lambda self, block: 8 * self.C, adds_to=("dweight", "dbias"))
+    shared_memory = Kernel(  # as many blocks as the GPU holds: 2048 threads and 32 blocks a multiprocessor
+        grid=lambda self, lab, block: (min(lab.sm_count * min(32, 2048 // block), blocks(self.N, block // 32)),),
+        shared=lambda self, block: 8 * self.C, adds_to=("dweight", "dbias"))
 
     @rung(256)
     def live(self, lab, a, block):
         cuda.layernorm_backward(lab.device, a.dinp, a.partials, a.dout, a.inp, a.weight, a.mean, a.rstd, 1,
                                 self.B, self.T, self.C)
         cuda.column_sums(lab.device, [(a.partials, (a.dweight, a.dbias, None))])
-
-
-class ResidualLayernormForward(LayernormForward):
-    """residual = inp + inp2; out = its layernorm"""
-
-    name, moved = "residual_layernorm_forward", ("residual", "out", "inp", "inp2")
-    checked = {"residual": EXACT, **LayernormForward.checked}
-
-    def tensors(self):
-        return {**super().tensors(), "inp2": self.random(*self.sizes()),
-                "residual": self.unwritten(*self.sizes(), dtype=self.precision.residual)}
-
-    def oracle(self, t):
-        np.add(t.inp, t.inp2, out=t.residual)
-        # the layernorm reads the sum as it is stored
-        stored = t.residual.astype(np.float16).astype(np.float64) if self.precision.bf16 else t.residual
-        train_gpt2.layernorm_forward(t.out, t.mean, t.rstd, stored, t.weight, t.bias, self.B, self.T, self.C)
-
-    def library(self, t):
-        inp = t.inp.to(t.inp2.dtype)  # a sum of two dtypes would have a third
-
-        def call():
-            residual = inp + t.inp2
-            normed = torch.native_layer_norm(residual, (self.C,), t.weight, t.bias, 1e-5)
-            return dict(zip(self.checked, (residual, *normed)))
-
-        return call
-
-    @rung(*SWEEP)
-    def apart(self, lab, a, block):
-        """The best addition, then the live layernorm of the stored sum."""
-        grid = (blocks(a.out.size, self.pack * block),)
-        lab.launch("residual_forward", grid, (block,), a.residual, a.inp, a.inp2, np.int64(a.out.size))
-        cuda.residual_layernorm_forward(lab.device, None, a.out, a.mean, a.rstd, a.residual, None, a.weight, a.bias,
-                                        *self.sizes())
-
-    live = launcher(lambda self, device, a: cuda.residual_layernorm_forward(
-        device, a.residual, a.out, a.mean, a.rstd, a.inp, a.inp2, a.weight, a.bias, *self.sizes()))
 
 
 class Gelu(Layer):
@@ -213,7 +171,7 @@ class GeluBackward(Gelu):
     def library(self, t):
         return lambda: {"dinp": torch.ops.aten.gelu_backward(t.dout, t.inp, approximate="tanh")}
 
-    thread_an_element, pack_a_thread = Kernel(THREAD), Kernel(PACK)
+    pack_a_thread = Kernel(PACK)
     live = launcher(lambda self, device, a: cuda.gelu_backward(device, a.dinp, a.sums, None, a.inp, a.dout, self.N,
                                                                4 * self.C))
 
@@ -396,38 +354,3 @@ class AdamWUpdate(Layer):
 
     live = launcher(lambda self, device, a: adamw_update(
         device, *self.updated(a), None, a.grads, a.chunks, 1, a.control, self.beta1, self.beta2, 0))
-
-
-class GlobalNorm(Layer):
-    """squares = the sum of the squares of all gradients"""
-
-    name, moved = "global_norm", ("grads",)
-    checked = {"squares": 20 * SUMS}  # atomics_a_thread adds to one number from every thread of the GPU
-
-    def tensors(self):
-        count = self.N * 4 * self.C
-        partials = max(32 * self.gpu.sm_count, blocks(count, UPDATE_CHUNK))
-        return {"squares": self.float32(1), "grads": self.random(count),
-                "partials": self.float32(partials), "chunks": chunks_of(count)}
-
-    def oracle(self, t):
-        t.squares[0] = train_gpt2.global_norm(t.grads, t.grads.size) ** 2
-
-    def library(self, t):
-        return lambda: {"squares": torch.linalg.vector_norm(t.grads, dtype=torch.float32) ** 2}
-
-    def arguments(self, a):
-        return a.squares, a.grads, np.int64(a.grads.size)
-
-    atomics_a_thread = Kernel(grid=lambda self, lab, block: (waves(lab, block),), adds_to=("squares",))
-    atomics_a_block = Kernel(grid=lambda self, lab, block: (waves(lab, block),), adds_to=("squares",))
-
-    @rung(*SWEEP)
-    def two_stages(self, lab, a, block):
-        lab.launch("global_norm_partials", (waves(lab, block),), (block,), a.partials, *self.arguments(a)[1:])
-        lab.launch("global_norm_total", (1,), (1024,), a.squares, a.partials, waves(lab, block))
-
-    @rung(256)
-    def live(self, lab, a, block):
-        global_norm(lab.device, a.partials, None, a.grads, a.chunks, 1)
-        lab.launch("global_norm_total", (1,), (1024,), a.squares, a.partials, blocks(a.grads.size, UPDATE_CHUNK))

@@ -15,7 +15,7 @@
 #include "mma.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------------
-// thread_an_element. The formula. Neighbouring threads take neighbouring rows, the obvious choice. So in the
+// thread_an_element. The formula. Neighboring threads take neighboring rows, the obvious choice. So in the
 // forward pass, the 32 numbers of inp that a warp reads at once are in 32 rows, each fetched for one number, and the
 // warp's results are written to 32 rows, too. Each multiply-add reads both its numbers from the cache.
 // Block (tile, tile), grid (M / tile, N / tile).
@@ -54,7 +54,7 @@ matmul_backward_weight_thread_an_element(gradient* dweight, const element* dout,
 
 // ---------------------------------------------------------------------------------------------------------------------
 // coalesced. In the forward pass both operands are contiguous along the inner dimension, so a warp computes one
-// element: its lanes read neighbouring numbers, 16 bytes each, and reduce at the end. Whole cache lines are fetched,
+// element: its lanes read neighboring numbers, 16 bytes each, and reduce at the end. Whole cache lines are fetched,
 // and used at once. But each number still serves only one multiply-add.
 // Block (any size), grid (M * N / warps of a block).
 
@@ -134,7 +134,7 @@ __device__ inline void load_columns(Columns& tile, const element* from, int rows
     }
 }
 
-// Rows 4 * thread .. + 3, and the rows 64 further on: neighbouring threads read neighbouring addresses.
+// Rows 4 * thread .. + 3, and the rows 64 further on: neighboring threads read neighboring addresses.
 __device__ inline void read_rows(float (&x)[8], const float (&column)[SIDE + 4], int thread) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -174,73 +174,18 @@ matmul_forward_register_tiles(element* out, const element* inp, const element* w
 
 // ---------------------------------------------------------------------------------------------------------------------
 // tensor_cores. One mma.sync of a warp does 2048 multiply-adds in bfloat16, or 1024 in TF32: kernels/mma.cuh says which
-// lane holds what. A block computes 64 x 64, a warp 32 x 32 of it. Rows of a tile are padded by 16 bytes: without, the
-// 8 rows that a warp reads at once would be in the same banks. Nothing overlaps: copy, barrier, multiply, barrier.
+// lane holds what, and ldmatrix reads four registers of a bfloat16 fragment at once. A block computes 64 x 64, a warp
+// 32 x 32 of it, in steps of 64 bytes. Rows of a tile are padded by 16 bytes: without, the 8 rows that a warp reads at
+// once would be in the same banks. Nothing overlaps: copy, barrier, multiply, barrier.
 // Block (128), grid (N / 64, M / 64).
 
-constexpr int MMA_SIDE = 64, MMA_STEP = 64, MMA_PITCH = MMA_STEP + PACK;
-constexpr int REGISTER = DEPTH / 8;  // elements that a register of a fragment holds: a pair of bfloat16, a float
+constexpr int DEEP = 64 / sizeof(element), PITCH = DEEP + PACK;  // of a step; of a tile's row in shared memory
 
-__device__ inline void copy_tile(element (&tile)[MMA_SIDE][MMA_PITCH], const element* from, int rows, int K, int first,
-                                 int k0) {
-    for (int i = threadIdx.x; i < MMA_SIDE * MMA_STEP / PACK; i += blockDim.x) {
-        const int row = i / (MMA_STEP / PACK), k = i % (MMA_STEP / PACK) * PACK;
-        const bool exists = first + row < rows && k0 + k < K;
-        *reinterpret_cast<uint4*>(&tile[row][k]) = exists ? load_bits(from + int64(first + row) * K + k0 + k) : uint4{};
-    }
-}
-
-template <class T>  // uint32 or float
-__device__ inline void load_register(T& to, const element* from) {
-    to = *reinterpret_cast<const T*>(from);
-}
-
-extern "C" __global__ void __launch_bounds__(128)
-matmul_forward_tensor_cores(element* out, const element* inp, const element* weight, const element* bias, int M, int N,
-                            int K) {
-    __shared__ __align__(16) element a_tile[MMA_SIDE][MMA_PITCH], b_tile[MMA_SIDE][MMA_PITCH];
-    const int row = blockIdx.y * MMA_SIDE, column = blockIdx.x * MMA_SIDE, warp = threadIdx.x / 32;
-    const int down = warp / 2 * 32, right = warp % 2 * 32;  // the warp's part of the block's tile
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    FragmentD sums[2][4] = {};
-    for (int k0 = 0; k0 < K; k0 += MMA_STEP) {
-        copy_tile(a_tile, inp, M, K, row, k0);
-        copy_tile(b_tile, weight, N, K, column, k0);
-        __syncthreads();
-#pragma unroll
-        for (int k = 0; k < MMA_STEP; k += DEPTH) {
-            const element* const a_at = &a_tile[down + g][k + t * REGISTER];
-            const element* const b_at = &b_tile[right + g][k + t * REGISTER];
-            FragmentA a[2];
-            FragmentB b[4];
-            for (int i = 0; i < 8; i++) {
-                load_register(a[i / 4][i % 4], a_at + (i / 4 * 16 + i % 2 * 8) * MMA_PITCH + i % 4 / 2 * DEPTH / 2);
-                load_register(b[i / 2][i % 2], b_at + i / 2 * 8 * MMA_PITCH + i % 2 * DEPTH / 2);
-            }
-            for (int i = 0; i < 8; i++) mma(sums[i / 4][i % 4], a[i / 4], b[i % 4]);
-        }
-        __syncthreads();
-    }
-#pragma unroll
-    for (int i = 0; i < 16; i++) {  // of 2 x 4 tiles, rows g and g + 8
-        const float* const d = sums[i / 8][i / 2 % 4] + i % 2 * 2;
-        const int r = row + down + i / 8 * 16 + i % 2 * 8 + g, c = column + right + i / 2 % 4 * 8 + 2 * t;
-        if (r < M && c < N) put_pair(out + int64(r) * N + c, d[0] + to_float(bias[c]), d[1] + to_float(bias[c + 1]));
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// mma_sync. ldmatrix reads four registers of a bfloat16 fragment at once, a block computes 128 x 128, a warp 64 x 32 of
-// it, in steps of 64 bytes, and the next two steps are being copied to shared memory (cp.async) while this one is
-// multiplied. The instructions are those of every GPU from sm_80 on, and the ideas those of its libraries.
-// Block (256), grid (N / 128, M / 128). Shared memory: STAGES * 2 * LINES * PITCH elements.
-
-constexpr int LINES = 128, STAGES = 3, DEEP = 64 / sizeof(element), PITCH = DEEP + PACK;
-
-// Start copying a step of an operand (rows,K); zeros beyond its end.
+// Start copying a step of an operand (rows,K), LINES rows of it; zeros beyond its end.
+template <int LINES>
 __device__ inline void begin_copy(element* tile, const element* from, int rows, int K, int first, int k0) {
 #pragma unroll
-    for (int i = threadIdx.x; i < LINES * DEEP / PACK; i += 256) {
+    for (int i = threadIdx.x; i < LINES * DEEP / PACK; i += 2 * LINES) {
         const int row = i / (DEEP / PACK), k = i % (DEEP / PACK) * PACK;
         const bool exists = first + row < rows && k0 + k < K;
         copy_async(tile + row * PITCH + k, from + (exists ? int64(first + row) * K + k0 + k : 0), exists);
@@ -261,6 +206,60 @@ __device__ inline void read_16_rows(FragmentA& x, const element* tile, bool as_b
 #endif
 }
 
+// A warp's part of a step: sums += a @ b^T, of 16 * TALL rows of a and 32 rows of b.
+template <int TALL>
+__device__ inline void multiply_step(FragmentD (&sums)[TALL][4], const element* a, const element* b) {
+#pragma unroll
+    for (int k = 0; k < DEEP; k += DEPTH) {
+        FragmentA x[TALL], y[2];
+        for (int i = 0; i < TALL; i++) read_16_rows(x[i], a + 16 * i * PITCH + k, false);
+        for (int i = 0; i < 2; i++) read_16_rows(y[i], b + 16 * i * PITCH + k, true);
+        for (int i = 0; i < 4 * TALL; i++) {
+            mma(sums[i / 4][i % 4], x[i / 4], {y[i % 4 / 2][i % 2 * 2], y[i % 4 / 2][i % 2 * 2 + 1]});
+        }
+    }
+}
+
+// out = sums + bias, of a warp's tiles of 16 x 8 from (row, column) on: a lane has rows g and g + 8 of each.
+template <int TALL>
+__device__ inline void store_tiles(element* out, const FragmentD (&sums)[TALL][4], const element* bias, int row,
+                                   int column, int M, int N) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 8 * TALL; i++) {
+        const float* const d = sums[i / 8][i / 2 % 4] + i % 2 * 2;
+        const int r = row + i / 8 * 16 + i % 2 * 8 + g, c = column + i / 2 % 4 * 8 + 2 * t;
+        if (r < M && c < N) put_pair(out + int64(r) * N + c, d[0] + to_float(bias[c]), d[1] + to_float(bias[c + 1]));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+matmul_forward_tensor_cores(element* out, const element* inp, const element* weight, const element* bias, int M, int N,
+                            int K) {
+    __shared__ __align__(16) element a_tile[64 * PITCH], b_tile[64 * PITCH];
+    const int row = blockIdx.y * 64, column = blockIdx.x * 64, warp = threadIdx.x / 32;
+    const int down = warp / 2 * 32, right = warp % 2 * 32;  // the warp's part of the block's tile
+    FragmentD sums[2][4] = {};
+    for (int k0 = 0; k0 < K; k0 += DEEP) {
+        begin_copy<64>(a_tile, inp, M, K, row, k0);
+        begin_copy<64>(b_tile, weight, N, K, column, k0);
+        copies_commit();
+        copies_wait<0>();
+        __syncthreads();
+        multiply_step(sums, a_tile + down * PITCH, b_tile + right * PITCH);
+        __syncthreads();
+    }
+    store_tiles(out, sums, bias, row + down, column + right, M, N);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// mma_sync. A block computes 128 x 128, a warp 64 x 32 of it, and the next two steps are being copied to shared memory
+// (cp.async) while this one is multiplied. The instructions are those of every GPU from sm_80 on, and the ideas those
+// of its libraries.
+// Block (256), grid (N / 128, M / 128). Shared memory: STAGES * 2 * LINES * PITCH elements.
+
+constexpr int LINES = 128, STAGES = 3;
+
 extern "C" __global__ void __launch_bounds__(256)
 matmul_forward_mma_sync(element* out, const element* inp, const element* weight, const element* bias, int M, int N,
                         int K) {
@@ -271,8 +270,8 @@ matmul_forward_mma_sync(element* out, const element* inp, const element* weight,
     const auto tile_of = [&](int step) { return stages + step % STAGES * 2 * LINES * PITCH; };
     const auto begin_step = [&](int step) {
         if (step < steps) {
-            begin_copy(tile_of(step), inp, M, K, row, step * DEEP);
-            begin_copy(tile_of(step) + LINES * PITCH, weight, N, K, column, step * DEEP);
+            begin_copy<LINES>(tile_of(step), inp, M, K, row, step * DEEP);
+            begin_copy<LINES>(tile_of(step) + LINES * PITCH, weight, N, K, column, step * DEEP);
         }
         copies_commit();
     };
@@ -282,22 +281,7 @@ matmul_forward_mma_sync(element* out, const element* inp, const element* weight,
         copies_wait<STAGES - 2>();
         __syncthreads();  // the step has arrived, and all are done with the previous one, which begin_step overwrites
         begin_step(step + STAGES - 1);
-        const element *const a = tile_of(step) + down * PITCH, *const b = tile_of(step) + (LINES + right) * PITCH;
-#pragma unroll
-        for (int k = 0; k < DEEP; k += DEPTH) {
-            FragmentA x[4], y[2];
-            for (int i = 0; i < 4; i++) read_16_rows(x[i], a + 16 * i * PITCH + k, false);
-            for (int i = 0; i < 2; i++) read_16_rows(y[i], b + 16 * i * PITCH + k, true);
-            for (int i = 0; i < 16; i++) {
-                mma(sums[i / 4][i % 4], x[i / 4], {y[i % 4 / 2][i % 2 * 2], y[i % 4 / 2][i % 2 * 2 + 1]});
-            }
-        }
+        multiply_step(sums, tile_of(step) + down * PITCH, tile_of(step) + (LINES + right) * PITCH);
     }
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < 32; i++) {  // of 4 x 4 tiles, rows g and g + 8
-        const float* const d = sums[i / 8][i / 2 % 4] + i % 2 * 2;
-        const int r = row + down + i / 8 * 16 + i % 2 * 8 + g, c = column + right + i / 2 % 4 * 8 + 2 * t;
-        if (r < M && c < N) put_pair(out + int64(r) * N + c, d[0] + to_float(bias[c]), d[1] + to_float(bias[c + 1]));
-    }
+    store_tiles(out, sums, bias, row + down, column + right, M, N);
 }

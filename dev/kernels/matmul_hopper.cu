@@ -5,12 +5,12 @@
 //
 // With wgmma, the four warps of a warpgroup multiply together: 64 rows by 128 to 256 columns and 16 of the inner
 // dimension in one instruction, both operands in shared memory. TMA loads these, in steps of 64 of the inner dimension,
-// issued by one thread; what lies outside the tensor arrives as zeros. Everything else is about keeping the tensor
-// cores busy. Each kernel has one idea more than the one before.
+// issued by one thread; elements outside the tensor arrive as zeros. Everything else is about keeping the tensor
+// cores busy.
 //
 // Not every idea makes it faster: the inner dimension of fc is short, 12 steps, and then comes the epilogue, during
 // which a block multiplies nothing. With wgmma_tma, a second block on the multiprocessor multiplies meanwhile. From
-// larger_tiles on, there is no shared memory for a second block. Only the live kernel makes up for that.
+// producer_consumer on, there is no shared memory for a second block. Only the live kernel makes up for that.
 //
 // Bound by the tensor cores: 2048 multiply-adds per cycle and multiprocessor.
 
@@ -61,15 +61,14 @@ __device__ __forceinline__ void store_accumulators(element* out, const Accumulat
     }
 }
 
-// A block computes one tile of GROUPS * HALVES * 64 by BN, each group a part of its rows. STAGES steps are loaded
-// ahead; when all groups are done with a stage, the first thread starts loading the next step there.
-template <int GROUPS, int BN, int STAGES>
+// A block computes one tile of 128 x 128. STAGES steps are loaded ahead; when all warps are done with a stage, the
+// first thread starts loading the next step there.
 __device__ __forceinline__ void one_tile(element* out, const TensorMap& inp, const TensorMap& weight,
                                          const element* bias, int M, int N, int K) {
-    constexpr int ROWS = HALVES * 64, BM = GROUPS * ROWS, STAGE = (BM + BN) * BK;
+    constexpr int SIDE = 128, STAGE = 2 * SIDE * BK, STAGES = 3;
     extern __shared__ __align__(1024) element stages[];
     __shared__ Mbarrier full[STAGES];
-    const int row = blockIdx.y * BM, column = blockIdx.x * BN, steps = (K + BK - 1) / BK, group = warpgroup();
+    const int row = blockIdx.y * SIDE, column = blockIdx.x * SIDE, steps = (K + BK - 1) / BK;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) mbarrier_init(&full[s], 1);
         fence_mbarrier_init();
@@ -80,22 +79,22 @@ __device__ __forceinline__ void one_tile(element* out, const TensorMap& inp, con
         element* stage = stages + step % STAGES * STAGE;
         Mbarrier* stage_full = &full[step % STAGES];
         mbarrier_arrive_expect_tx(stage_full, STAGE * sizeof(element));
-        for (int r = 0; r < BM; r += 128) load_box(stage + r * BK, &inp, stage_full, step * BK, row + r, 0);
-        load_box(stage + BM * BK, &weight, stage_full, step * BK, column, 0);
+        load_box(stage, &inp, stage_full, step * BK, row, 0);
+        load_box(stage + SIDE * BK, &weight, stage_full, step * BK, column, 0);
     };
     for (int step = 0; step < STAGES; step++) begin_load(step);
-    Accumulators<BN> acc;  // the first wgmma overwrites them
+    Accumulators<SIDE> acc;  // the first wgmma overwrites them
     for (int step = 0; step < steps; step++) {
         const element* stage = stages + step % STAGES * STAGE;
         mbarrier_wait(&full[step % STAGES], step / STAGES & 1);
-        begin_matmul<BN>(acc, stage + group * ROWS * BK, stage + BM * BK, step == 0);
+        begin_matmul<SIDE>(acc, stage, stage + SIDE * BK, step == 0);
         wgmma_wait<0>();
         __syncthreads();
         begin_load(step + STAGES);
     }
-#pragma unroll
-    for (int half = 0; half < HALVES; half++) fence_operand(acc[half]);
-    store_accumulators<BN>(out, acc, bias, row + group * ROWS, column, M, N);
+    fence_operand(acc[0]);
+    fence_operand(acc[1]);
+    store_accumulators<SIDE>(out, acc, bias, row, column, M, N);
 }
 
 // Tiles of 256 x 192, by two consumer warpgroups and a producer warpgroup, one thread of which issues TMA loads and
@@ -165,24 +164,16 @@ __device__ __forceinline__ void many_tiles(element* out, const TensorMap& inp, c
 extern "C" __global__ void __launch_bounds__(128, 2)
 matmul_forward_wgmma_tma(element* out, const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight,
                          const element* bias, int M, int N, int K) {
-    ON_HOPPER((one_tile<1, 128, 3>(out, inp, weight, bias, M, N, K)));
+    ON_HOPPER(one_tile(out, inp, weight, bias, M, N, K));
 }
 
-// larger_tiles. Two warpgroups with 128 x 192 each, one below the other, share the columns: 1.7 times as many
-// multiply-adds per number loaded as with 128 x 128. The price is that there is no shared memory for a second block:
-// while these warpgroups wait, nothing multiplies. That costs more than the larger tile gains: slower than wgmma_tma.
-// Block (256), grid (N / 192, M / 256). Shared memory: 4 * (256 + 192) * 64 elements. Boxes: inp 128 x 64, weight 192 x
-// 64; here and below.
-extern "C" __global__ void __launch_bounds__(256, 1)
-matmul_forward_larger_tiles(element* out, const __grid_constant__ TensorMap inp,
-                            const __grid_constant__ TensorMap weight, const element* bias, int M, int N, int K) {
-    ON_HOPPER((one_tile<2, 192, 4>(out, inp, weight, bias, M, N, K)));
-}
-
-// producer_consumer. Warpgroups no longer wait for all others: a producer warpgroup does nothing but issue TMA loads,
-// and gives registers to two consumer warpgroups, which issue a step's matmul before the previous one is done. A stage
-// has two mbarriers, `full` and `empty`.
-// Block (384), grid (tiles), band 1: the tiles of a row, then the next row.
+// producer_consumer. Two warpgroups with 128 x 192 each, one below the other, share the columns: 1.7 times as many
+// multiply-adds per number loaded as with 128 x 128. The price is that there is no shared memory for a second block,
+// which would multiply while this one waits: that costs more than the tile gains. So warpgroups no longer wait for all
+// others: a producer warpgroup does nothing but issue TMA loads, and gives registers to the two consumer warpgroups,
+// which issue a step's matmul before the previous one is done. A stage has two mbarriers, `full` and `empty`.
+// Block (384), grid (tiles), band 1: the tiles of a row, then the next row. Shared memory: 4 * (256 + 192) * 64
+// elements. Boxes: inp 128 x 64, weight 192 x 64.
 //
 // persistent. The same kernel, launched with one block per multiprocessor: each takes tile after tile, so that the
 // loads for the next tile are in flight during the epilogue of the last, and no new block has to start. With bands of

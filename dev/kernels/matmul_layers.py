@@ -19,16 +19,15 @@ def on_hopper(layer, block):
     return hopper_matmul(layer.precision, layer.gpu.arch)
 
 
-def hopper_rung(kernel, tall, wide, threads, stages, band=0, persistent=False):
-    """A kernel of matmul_hopper.cu: tiles of tall x wide, `stages` steps of both operands in shared memory. band: rows
-    of tiles that are finished before the next rows. persistent: a block for each multiprocessor, not for each tile."""
+def hopper_rung(kernel, tall, wide, threads, stages, launch=lambda lab, columns, rows: ((columns, rows),)):
+    """A kernel of matmul_hopper.cu: tiles of tall x wide, `stages` steps of both operands in shared memory.
+    launch(lab, columns, rows): the grid for so many tiles; then the band, rows of tiles that are finished before the
+    next ones."""
     def run(layer, lab, a, block):
-        grid = blocks(layer.OC, wide), blocks(layer.N, tall)
-        if band:
-            grid = (min(math.prod(grid), lab.sm_count if persistent else 1 << 31),)
+        grid, *band = launch(lab, blocks(layer.OC, wide), blocks(layer.N, tall))
         maps = lab.device.tensor_map(a.inp, 128, 64), lab.device.tensor_map(a.weight, wide, 64)
-        lab.launch(f"matmul_forward_{kernel}", grid, (block,), a.out, *maps, a.bias, layer.N, layer.OC, layer.C,
-                   *([band] if band else []), shared=stages * (tall + wide) * 64 * 2)
+        lab.launch(f"matmul_forward_{kernel}", grid, (block,), a.out, *maps, a.bias, layer.N, layer.OC, layer.C, *band,
+                   shared=stages * (tall + wide) * 64 * 2)
 
     return Rung(run, (threads,), on_hopper)
 
@@ -58,7 +57,7 @@ class Matmul(Layer):
 
     @rung(64, 256, 1024)
     def thread_an_element(self, lab, a, block):
-        """Neighbouring threads take neighbouring rows."""
+        """Neighboring threads take neighboring rows."""
         tile, (M, N, _) = math.isqrt(block), self.arguments(a)[-3:]
         grid = blocks(M, tile), blocks(N, tile)
         lab.launch(f"{self.name}_thread_an_element", grid, (tile, tile), *self.arguments(a))
@@ -105,9 +104,10 @@ class MatmulForward(Matmul):
     mma_sync = Kernel(grid=lambda self, lab, block: self.tiles(128), sweep=(256,),
                       shared=lambda self, block: 3 * 2 * 128 * (64 + 16))
     wgmma_tma = hopper_rung("wgmma_tma", 128, 128, 128, 3)
-    larger_tiles = hopper_rung("larger_tiles", 256, 192, 256, 4)
-    producer_consumer = hopper_rung("producer_consumer", 256, 192, 384, 4, band=1)
-    persistent = hopper_rung("producer_consumer", 256, 192, 384, 4, band=8, persistent=True)
+    producer_consumer = hopper_rung("producer_consumer", 256, 192, 384, 4,
+                                    lambda lab, columns, rows: ((columns * rows,), 1))
+    persistent = hopper_rung("producer_consumer", 256, 192, 384, 4,
+                             lambda lab, columns, rows: ((min(columns * rows, lab.sm_count),), 8))
     live = Matmul.live
 
 

@@ -45,10 +45,23 @@ __device__ inline MaxAndSum online_part(const element* row, int first, int step)
     return part;
 }
 
+// A block's row: to = exp(row - largest) * scale, less dloss at column `target`; backwards, because the end of the row
+// was read last and is likeliest to be in the cache.
+__device__ inline void store_row(element* to, const element* row, float largest, float scale, int target, float dloss) {
+    const int step = blockDim.x * PACK, steps = (Vp + step - 1) / step;
+    for (int s = steps - 1; s >= 0; s--) {
+        const int v = s * step + threadIdx.x * PACK;
+        if (v >= Vp) continue;
+        Floats x = load_logits(row, v);
+        for (int k = 0; k < PACK; k++) x.x[k] = expf(x.x[k] - largest) * scale - (v + k == target ? dloss : 0.0f);
+        store(to + v, x);
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // probabilities
 
-// thread_a_row. One thread loops over a row three times: for the maximum, the sum, the result. Neighbouring threads are
+// thread_a_row. One thread loops over a row three times: for the maximum, the sum, the result. Neighboring threads are
 // a row apart, 100 KB, so that each element costs a 32-byte sector, and the row is read three times. The sum is made of
 // partial sums: added one by one, small numbers would be lost in the rounding of a large sum, 2e-5 of it for a row of
 // 50257.
@@ -84,20 +97,11 @@ extern "C" __global__ void __launch_bounds__(1024) softmax_warp_a_row(element* p
 }
 
 // online. One block per row, and maximum and sum in one read: when a larger value turns up, the sum so far is scaled
-// down. Two reads instead of three, 16 bytes per thread, and the second one begins at the end of the row, which was
-// read last and is likeliest to be in the cache.
+// down. Two reads instead of three, 16 bytes per thread.
 extern "C" __global__ void __launch_bounds__(1024) softmax_online(element* probs, const element* logits, int N) {
     const element* row = logits + int64(blockIdx.x) * Vp;
     const MaxAndSum whole = block_merge(online_part(row, threadIdx.x, blockDim.x));
-    const float scale = 1.0f / whole.sum;
-    const int step = blockDim.x * PACK, steps = (Vp + step - 1) / step;
-    for (int s = steps - 1; s >= 0; s--) {
-        const int v = s * step + threadIdx.x * PACK;
-        if (v >= Vp) continue;
-        Floats x = load_logits(row, v);
-        for (int k = 0; k < PACK; k++) x.x[k] = expf(x.x[k] - whole.largest) * scale;
-        store(probs + int64(blockIdx.x) * Vp + v, x);
-    }
+    store_row(probs + int64(blockIdx.x) * Vp, row, whole.largest, 1.0f / whole.sum, -1, 0.0f);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -123,9 +127,8 @@ crossentropy_softmax_backward(element* dlogits, const element* probs, const int*
     store(dlogits + i, x);
 }
 
-// fused. Loss and gradient in one kernel, the gradient in place of the logits: online, then over the row again,
-// backwards from its end, which the cache still has. Three separate kernels move a row six times, this one two or three
-// times: half the time.
+// fused. Loss and gradient in one kernel, the gradient in place of the logits: online, then over the row again. Three
+// separate kernels move a row six times, this one two or three times: half the time.
 extern "C" __global__ void __launch_bounds__(1024)
 classifier_fused(float* losses, element* logits, const int* targets, float dloss, int N) {
     const int n = blockIdx.x, target = targets[n];
@@ -135,13 +138,5 @@ classifier_fused(float* losses, element* logits, const int* targets, float dloss
     const float target_logit = to_float(row[target]);
     const MaxAndSum whole = block_merge(part);
     if (threadIdx.x == 0) losses[n] = logf(whole.sum) + (whole.largest - target_logit);
-    const float scale = dloss / whole.sum;
-    const int step = blockDim.x * PACK, steps = (Vp + step - 1) / step;
-    for (int s = steps - 1; s >= 0; s--) {
-        const int v = s * step + threadIdx.x * PACK;
-        if (v >= Vp) continue;
-        Floats x = load_logits(row, v);
-        for (int k = 0; k < PACK; k++) x.x[k] = expf(x.x[k] - whole.largest) * scale - (v + k == target ? dloss : 0.0f);
-        store(row + v, x);
-    }
+    store_row(row, row, whole.largest, dloss / whole.sum, target, dloss);
 }
