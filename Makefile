@@ -46,7 +46,8 @@ help:
 	@echo "Settings: PYTHON=... (use that interpreter, no .venv), STEPS=$(STEPS) and RUN=$(RUN) (of make train)"
 
 train: $(ENVIRONMENT) data/pyprose_train.bin
-	$(PYTHON) $(TRAINER) -e d4 -i data/pyprose -b 16 -t 64 -x $(STEPS) -o $(RUN) --print_every 20 -s 0 -y 1
+	$(PYTHON) $(TRAINER) -e d4 -i data/pyprose -b 16 -t 64 -x $(STEPS) -o $(RUN) --print_every 20 -s 0 -y 1 \
+	    || { status=$$?; echo "(make train: STEPS= is its -x, RUN= its -o)" >&2; exit $$status; }
 	@$(PYTHON) generate.py $(RUN) --prompt "The " --tokens 500 --temperature 0.7 2>/dev/null
 	@echo
 	@echo "more text:     $(PYTHON) generate.py $(RUN) --prompt \"Return \" --temperature 0.7"
@@ -75,6 +76,7 @@ check profile: $(ENVIRONMENT)
 # memcheck ignores API errors, because cuda.bindings asks the driver for functions that only newer drivers have.
 # racecheck checks shared memory only, and skips the matmuls that add up parts in global memory: they take minutes.
 sanitize: $(ENVIRONMENT)
+	@command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer: not found: it comes with the CUDA toolkit"; exit 1; }
 	for tool in memcheck racecheck initcheck synccheck; do \
 	    echo "$$tool:"; compute-sanitizer --tool $$tool --error-exitcode 1 --print-limit 5 \
 	        $$([ $$tool = memcheck ] && echo --report-api-errors no) \

@@ -3,7 +3,7 @@ Evaluate a model: validation loss, perplexity, bits per byte, HellaSwag.
 
     python evaluate.py runs/mine                          # on its own data; prints its settings, then:
         | validation loss       | 2.280989, of windows 64 tokens apart               |
-        | perplexity            | 9.7095, of windows 32 tokens apart                 |
+        | perplexity            | 9.7095 = exp(2.2731), of windows 32 tokens apart   |
         | bits per byte         | 3.2787, of windows 32 tokens apart                 |
     python evaluate.py gpt2_124M.bin --hellaswag data/hellaswag_val.bin --examples 100
     python evaluate.py my_gpt2/ --data "data/fineweb10B/fineweb_val_*.bin" --tokens 1000000 --json
@@ -32,12 +32,13 @@ import warnings
 import numpy as np
 
 from llmc.dataloader import find_files, names_shards, open_tokens, validation_name
-from llmc.errors import UserError, run_main
+from llmc.errors import Parser, UserError, run_main
 from llmc.files import HELLASWAG
 from llmc.hellaswag import count_correct, load_examples
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.progress import print_table
 from llmc.resume import model_file, newest_checkpoint, notes_of
+from llmc.tensors import table_bytes
 from llmc.api import load_model, on_gpu
 from llmc.vocabulary import load_vocabulary
 from prepro.common import progress_bar
@@ -46,14 +47,15 @@ from prepro.common import progress_bar
 # the model: after allocate_activations(B, T), losses(inputs, targets), both up to (B, T), returns losses of their shape
 
 
-def open_model(architecture, config, params, device):
-    """Return (model, name of its device, a batch size that suits it)."""
+def open_model(architecture, config, params, device, T):
+    """Return (model, name of its device, a batch size that suits it for windows of T tokens)."""
     def open_on(gpu):
         from llmc.gpu.trainer import open_evaluator
 
         return open_evaluator(on_gpu(architecture), gpu, config, params), gpu.name, 4
 
-    return try_gpu(device, open_on) or (architecture(config, params), "CPU", 1)
+    fits = (B for B in (16, 8, 4, 2) if table_bytes(architecture.activation_table(config, B, T)) <= 1 << 28)
+    return try_gpu(device, open_on) or (architecture(config, params), "CPU", next(fits, 1))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -183,7 +185,7 @@ def evaluate_hellaswag(model, examples, B, T):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0],
+    parser = Parser(description=(__doc__ or "").strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("model", help="the directory of a run, a .bin file or a Hugging Face folder")
     parser.add_argument("--data", metavar="FILES", default=argparse.SUPPRESS,
@@ -198,7 +200,7 @@ def parse_arguments():
                         help=f"examples written by prepro/hellaswag.py: {HELLASWAG}")
     parser.add_argument("--examples", type=int, metavar="N", default=0, help="the first N of HellaSwag (0: all)")
     parser.add_argument("--batch_size", type=int, metavar="B", default=0,
-                        help="windows at a time (0: 1 on a CPU, 4 on a GPU)")
+                        help="windows at a time (0: on a CPU up to 16, of 256 MiB in all; 4 on a GPU)")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one")
     parser.add_argument("--tokenizer", metavar="FILE", default=argparse.SUPPRESS,
                         help="tokenizer file, for bits per byte (default: the one beside the model)")
@@ -243,7 +245,7 @@ def evaluate(args):
     if hasattr(args, "hellaswag"):
         hint = "pass --context" if T < config.maxT else "this is the model's longest sequence: train one with -t"
         examples = load_examples(args.hellaswag, config.V, T, args.examples, hint)
-    model, device, B = open_model(architecture, config, params, args.device)
+    model, device, B = open_model(architecture, config, params, args.device, T)
     B = args.batch_size or B
     model.allocate_activations(B, T)
     results = {"model": args.model, "device": device, "context": T}
@@ -261,7 +263,8 @@ def print_results(results):
         table[0] += [("data", results["data"]), ("tokens scored", results["tokens"])]
         measures = [("validation loss", "validation_loss", ".6f", "validation_stride"),
                     ("perplexity", "perplexity", ".4f", "stride"), ("bits per byte", "bits_per_byte", ".4f", "stride")]
-        table.append([(name, f"{results[key]:{spec}}, of windows {results[stride]} tokens apart")
+        whence = {"perplexity": f" = exp({math.log(results['perplexity']):.4f})"}
+        table.append([(name, f"{results[key]:{spec}}{whence.get(key, '')}, of windows {results[stride]} tokens apart")
                       for name, key, spec, stride in measures if results[key] is not None])
     if "hellaswag" in results:
         found = results["hellaswag"]

@@ -50,7 +50,7 @@ from llmc.api import load_model as load_any
 from llmc.checkpoint import write_model
 from llmc.dataloader import open_tokens
 from llmc.debugstate import DebugState, fingerprint, write_debug_state
-from llmc.errors import UserError, run_main
+from llmc.errors import Parser, UserError, run_main
 from llmc.files import make_directory, replacing
 from llmc.huggingface import LLAMA_SIZES, TRANSPOSED, gpt2_slices, llama_slices, neighbors
 from llmc.resume import model_file, newest_checkpoint
@@ -349,10 +349,16 @@ def write_hf_folder(model, folder):
     state = {name: torch.from_numpy(np.ascontiguousarray(view)) for name, view in state.items()}
     files = {"model.safetensors": safetensors.torch.save(state, metadata={"format": "pt"}), **tokenizer_files,
              "config.json": json.dumps(hf, indent=2).encode()}  # last: it makes this a Hugging Face folder
+    there = [name for name in sorted(os.listdir(folder)) if name not in files and  # and these would hide our weights
+             re.match(r"(pytorch_)?model.*\.(bin|json|safetensors)$", name)
+             or name == "config.json" and read_input(os.path.join(folder, name)) != files[name]]
+    if there:
+        raise UserError(f"{folder}: has another model's {', '.join(there)}: remove that, or name another folder")
+    replaced = [name for name in files if os.path.lexists(os.path.join(folder, name))]
     for name, data in files.items():
         with replacing(os.path.join(folder, name)) as f:
             f.write(data)
-    print(f"wrote {', '.join(files)} to {folder}")
+    print(f"wrote {', '.join(files)} to {folder}{'; replaced ' * bool(replaced)}{', '.join(replaced)}")
 
 
 def llama_hf_config(config, bos, eos):
@@ -589,7 +595,7 @@ def choose_device(name):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0],
+    parser = Parser(description=(__doc__ or "").strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     group = parser.add_argument_group("what")
     group.add_argument("--model", default="gpt2", metavar="NAME",
@@ -670,10 +676,11 @@ def main():
     if given != 0 or not args.write_tensors:
         try:
             batch = first_batch(args.input, config.V, B, T)
-        except UserError as error:
+        except UserError:
             if given or not args.write_tensors or args.input != INPUT:
                 raise
-            print(f"note: no debug state: {error}", file=sys.stderr)
+            print("note: no debug state: it is for test_gpt2.py, and needs --input TOKENS_val.bin of the model's"
+                  " vocabulary", file=sys.stderr)
     on = f", PyTorch {torch.__version__}, {torch.get_num_threads()} threads" if batch else ""
     print(f"model {args.model}: {config.describe()}{on}")
     encoding = vocabulary_of(args.model, config)

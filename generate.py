@@ -17,6 +17,7 @@ differently.
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -27,7 +28,7 @@ import warnings
 
 import numpy as np
 
-from llmc.errors import UserError, describe, import_package, run_main
+from llmc.errors import Parser, UserError, describe, import_package, run_main
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.sampler import Choice, Random, Writer, end_of_text
 from llmc.api import load_model, on_gpu
@@ -211,7 +212,7 @@ def print_json(steps, shown, tokenizer, stops):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0],
+    parser = Parser(description=(__doc__ or "").strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("model", help="the directory of a run, a .bin file or a Hugging Face folder")
     group = parser.add_mutually_exclusive_group()
@@ -226,11 +227,13 @@ def parse_arguments():
                         " template; with --interactive, a conversation")
     parser.add_argument("--tokens", type=int, metavar="N", default=100, help="generate at most N tokens per sample")
     parser.add_argument("--samples", type=int, metavar="N", default=1, help="number of samples")
-    parser.add_argument("--temperature", type=float, metavar="X", default=1.0,
-                        help="divides the logits; 0: the likeliest token")
-    parser.add_argument("--top_k", type=int, metavar="N", default=0, help="draw among the N likeliest tokens (0: all)")
-    parser.add_argument("--top_p", type=float, metavar="X", default=1.0,
-                        help="draw among the fewest likeliest tokens whose probabilities add up to X")
+    parser.add_argument("--temperature", type=float, metavar="X", default=argparse.SUPPRESS,
+                        help="divides the logits; 0: the likeliest token (default: 1; with --chat, that of"
+                        " generation_config.json in the folder; if that has none of these three, 0.2 and --top_p 0.9)")
+    parser.add_argument("--top_k", type=int, metavar="N", default=argparse.SUPPRESS,
+                        help="draw among the N likeliest tokens (default: 0, all)")
+    parser.add_argument("--top_p", type=float, metavar="X", default=argparse.SUPPRESS,
+                        help="draw among the fewest likeliest tokens whose probabilities add up to X (default: 1)")
     parser.add_argument("--seed", type=int, metavar="N", default=1337, help="random seed")
     parser.add_argument("--ignore_eot", action="store_true", help="do not stop at end of text")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto",
@@ -244,17 +247,38 @@ def parse_arguments():
     args = parser.parse_args()
     if args.chat and not (args.interactive or hasattr(args, "prompt")):
         raise UserError("--chat: expected --prompt TEXT, or --interactive")
-    for name, okay, expected in (
-        ("tokens", 1 <= args.tokens < 2**31, "1 to 2^31 - 1"),
-        ("samples", 1 <= args.samples < 2**16, "1 to 65535"),
-        ("temperature", 0 <= args.temperature < math.inf, "0 or more, and finite"),
-        ("top_k", args.top_k >= 0, "0 or more"),
-        ("top_p", 0 < args.top_p <= 1, "more than 0, and at most 1"),
-        ("seed", 1 <= args.seed < 2**64, "1 to 2^64 - 1"),
-    ):
-        if not okay:
-            raise UserError(f"--{name} {getattr(args, name)}: expected {expected}")
+    check(args, "")
     return args
+
+
+def check(args, whence):
+    """Raise UserError for a value that is impossible, which comes from `whence`, or the command line."""
+    for name, kind, is_right, expected in (
+        ("tokens", int, lambda x: 1 <= x < 2**31, "1 to 2^31 - 1"),
+        ("samples", int, lambda x: 1 <= x < 2**16, "1 to 65535"),
+        ("temperature", int | float, lambda x: 0 <= x < math.inf, "0 or more, and finite"),
+        ("top_k", int, lambda x: x >= 0, "0 or more"),
+        ("top_p", int | float, lambda x: 0 < x <= 1, "more than 0, and at most 1"),
+        ("seed", int, lambda x: 1 <= x < 2**64, "1 to 2^64 - 1"),
+    ):
+        value = getattr(args, name, None)
+        if value is not None and not (isinstance(value, kind) and is_right(value)):
+            raise UserError(f"{whence or '--'}{name} {value}: expected {expected}")
+
+
+def complete(args, tokenizer):
+    """Set what the command line leaves open of how tokens are drawn."""
+    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    if args.chat:
+        path, settings = f"{tokenizer.folder.prefix}generation_config.json", None
+        with contextlib.suppress(OSError, ValueError, RecursionError), open(path, encoding="utf-8") as f:
+            settings = json.load(f)
+        settings = settings if isinstance(settings, dict) else {}
+        found = {name: settings[name] for name in defaults if settings.get(name) is not None}
+        check(argparse.Namespace(**found), f"{path}: ")
+        defaults |= found or {"temperature": 0.2, "top_p": 0.9}
+    for name, value in defaults.items():
+        setattr(args, name, getattr(args, name, value))
 
 
 @gpu_errors_as_lines()
@@ -271,6 +295,7 @@ def main():
         reason = str(error).splitlines()[0]
         raise UserError(f"--samples {args.samples}: out of memory ({reason}); pass fewer") from None
     randoms, chat = streams(args.seed, args.samples), Chat(args.model, tokenizer) if args.chat else None
+    complete(args, tokenizer)
     if args.interactive:
         status = 0
         print("> ", end="", file=sys.stderr, flush=True)

@@ -10,32 +10,36 @@ Your own text -> tokens: text, Markdown, code, JSON lines; files, folders, quote
 
 A document is a file; in .jsonl files, and .json files of the same form, it is the --field of a line. Each document
 starts with an end-of-text token. Folders are read in sorted order, without hidden files and files that are not UTF-8
-text; links are followed, and each file is read once. The last tenth of the tokens is for validation (at most 32768
-tokens; or --val_fraction), the rest for training, in shards if --shard_tokens is given.
+text, which are named; links are followed, and each file is read once. A tenth of the tokens is for validation (at most
+32768 tokens; or --val_fraction), the rest for training, in shards if --shard_tokens is given: whole documents from all
+over the text, or of a text whose documents are too long for that, its end.
 
 The vocabulary is GPT-2's, or `bytes`, the 256 byte values, or `chars`, the characters of the text, as in nanoGPT's
-shakespeare_char. Several processes tokenize the text in pieces of a megabyte, cut where tokens end; it need not fit in
-memory.
+shakespeare_char, or `bpe:4096`, so many tokens made of the text, or that of a run, to train its model on. Several
+processes tokenize the text in pieces of a megabyte, cut where tokens end; it need not fit in memory.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
 import argparse
 import codecs
+import collections
 import glob
 import io
 import itertools
 import json
 import os
 import re
+import sys
 import tempfile
 
 import numpy as np
 
 from llmc.dataloader import find_files
-from llmc.errors import UserError, run_main
+from llmc.errors import UserError, import_package, run_main
 from llmc.files import chunks, errors_of_writing, make_directory, open_input
-from llmc.vocabulary import encode, load_encoding
+from llmc.tokenizer import read_tokenizer
+from llmc.vocabulary import EOT, PlainEncoding, Vocabulary, encode, load_encoding
 from prepro.common import (add_processes, add_val_fraction, check_not_written_over, check_processes, in_processes,
                            make_parser, output_paths, progress_bar, save_files, save_tokens, val_tokens)
 
@@ -144,7 +148,7 @@ def read_field(path, field, advance):
         if not isinstance(record.get(field), str):
             seen = f"text in {', '.join(key for key in record if isinstance(record[key], str)) or 'no field'}"
             raise UserError(f"{path}:{number}: expected a JSON object with text in {field!r}, found"
-                            f" {seen if record else 'none'}: pass --field NAME")
+                            f" {f'{seen}: pass --field NAME' if record else f'{line[:40]!r}: mend or remove the line'}")
         yield record[field].replace("\r\n", "\n").encode(errors="replace").decode()  # replace lone surrogates
 
 
@@ -184,10 +188,44 @@ def jobs(paths, field, advance):
 # tokens
 
 
-def prepare(*vocabulary):
-    """Load the vocabulary in this process."""
-    global ENCODING
-    ENCODING = load_encoding(*vocabulary)
+def load_any(vocabulary, characters=""):
+    """As load_encoding, or the vocabulary of a run, whose last token ends a text."""
+    of_run = os.path.join(vocabulary, "tokenizer.bin")
+    if not os.path.exists(of_run) or os.path.exists(os.path.join(vocabulary, "tokenizer.json")):
+        return load_encoding(vocabulary, characters)
+    run = Vocabulary(*vars(read_tokenizer(of_run)).values())
+    return PlainEncoding("run", run.tokens[:-1], run.encode)
+
+
+def prepare(lacking, *vocabulary):
+    """Load the vocabulary in this process. lacking: characters that are left out of the text."""
+    global ENCODING, LACKING
+    ENCODING, LACKING = load_any(*vocabulary), dict.fromkeys(map(ord, lacking))
+
+
+def has(encoding, letter):
+    """Whether a vocabulary of characters, or of Hugging Face, can express a character."""
+    try:
+        ids = encode(encoding, letter)
+    except UserError:
+        return False
+    text = b"".join(map(encoding.decode_single_token_bytes, ids)).strip()
+    return bool(text) and getattr(encoding, "unknown", None) not in ids or letter.isspace()
+
+
+def make_bpe(size, texts, field, folder):
+    """Write a byte-pair encoding of at most `size` tokens, made of the texts, as a Hugging Face folder."""
+    tokenizers = import_package("tokenizers", "--vocabulary bpe:N")
+    tokenizer, letters = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel
+    tokenizer.pre_tokenizer, tokenizer.decoder = letters(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, special_tokens=[EOT], initial_alphabet=letters.alphabet(),
+                                             max_token_length=255, show_progress=False)
+    with progress_bar(total_size(texts), "making tokens", "B") as advance:
+        pieces = (text for path, found in texts.items() for _, text in documents(path, field, found, advance))
+        tokenizer.train_from_iterator(pieces, trainer)
+    tokenizer.save(os.path.join(folder, "tokenizer.json"))
+    with open(os.path.join(folder, "generation_config.json"), "w") as f:
+        json.dump({"eos_token_id": 0}, f)
 
 
 def tokenize(job):
@@ -197,7 +235,7 @@ def tokenize(job):
         if begins:
             tokens.append(ENCODING.eot_token)
         try:
-            tokens += encode(ENCODING, text, disallowed_special=())
+            tokens += encode(ENCODING, text.translate(LACKING) if LACKING else text, disallowed_special=())
         except KeyError as error:  # of `chars`
             raise UserError(f"the character {error} is new in the text: it has changed since it was read first: run"
                             " this again") from None
@@ -211,28 +249,37 @@ def token_type(encoding):
 def survey(paths, args):
     """Read everything once, so that a bad file raises UserError before any work is done.
 
-    Returns ({path: found in a folder} of the texts, number of documents, set of characters); the set is empty unless
-    the vocabulary is `chars`.
+    Returns ({path: found in a folder} of the texts, number of documents, {character: how often it is there}, {path: why
+    it is no text}); characters are not counted if the vocabulary has them all.
     """
-    texts, count, characters = {}, 0, set()
+    texts, count, characters, left = {}, 0, collections.Counter(), {}
     with progress_bar(total_size(paths), "reading", "B") as advance:
         for path, found in paths.items():
             if found and not os.path.isfile(path):  # a FIFO, a broken link
+                left[path] = None
                 continue
-            seen, begun = set(), 0
+            seen, begun = collections.Counter(), 0
             try:
                 for begins, text in documents(path, args.field, found, advance):
                     begun += begins
-                    if args.vocabulary == "chars":
-                        seen.update(text)
-            except NotText:
+                    if not re.fullmatch("gpt2|bytes|bpe:.*", args.vocabulary):
+                        seen.update(set(text) if args.vocabulary == "chars" else text)
+            except NotText as error:
                 if not found:
                     raise
+                left[path] = None if looks_binary(path) else error
                 continue
             texts[path] = found
             count += begun
-            characters |= seen
-    return texts, count, characters
+            characters.update(seen)
+    return texts, count, characters, left
+
+
+def looks_binary(path):
+    """Whether a file that is not UTF-8 is no text in another encoding either: it has NUL, but no mark of UTF-16."""
+    with open_input(path, HINT) as f:
+        start = f.read(PIECE)
+    return b"\0" in start and start[:2] not in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def total_size(paths):
@@ -247,8 +294,8 @@ def main():
     parser = make_parser(__doc__, os.path.join("data", "text"), format="uint16")
     parser.add_argument("inputs", nargs="+", metavar="FILE", help="text, a folder of it, or a quoted glob")
     parser.add_argument("--vocabulary", default="gpt2", metavar="NAME",
-                        help="gpt2; bytes: the 256 byte values; chars: the characters of the text; or a Hugging Face"
-                        " folder: its tokenizer.json")
+                        help="gpt2; bytes: the 256 byte values; chars: the characters of the text; bpe:N: at most N"
+                        " tokens made of it; the directory of a run; or a Hugging Face folder: its tokenizer.json")
     parser.add_argument("--field", metavar="NAME", default="text", help="field of a JSON line that has the text")
     parser.add_argument("--shard_tokens", type=int, metavar="N", default=argparse.SUPPRESS,
                         help="split the training tokens over shards, PREFIX_train_000000.bin and on, of at most N")
@@ -261,17 +308,36 @@ def main():
         raise UserError(f"--shard_tokens {args.shard_tokens}: expected at least 1, and less than 2^31")
 
     paths, hidden = find_texts(args.inputs)
-    texts, count, characters = survey(paths, args)
+    bpe = re.fullmatch(r"bpe:0*([1-9]\d{0,6})", args.vocabulary)
+    if args.vocabulary.startswith("bpe:") and not (bpe and int(bpe[1]) >= 512):
+        raise UserError(f"--vocabulary {args.vocabulary}: expected bpe:512 or more, such as bpe:4096")
+    encoding = None if bpe or args.vocabulary == "chars" else load_any(args.vocabulary)  # downloads GPT-2's once
+    texts, count, characters, left = survey(paths, args)
     shards = [f"{args.output}_val_000000.bin", *training_shards(args.output)] if args.shard_tokens else []
     check_not_written_over(texts, output_paths(args.output) + shards)
     if not count:
         raise UserError(f"{', '.join(args.inputs)}: no text in {number_of(len(paths), 'file')}")
-    left = [path for path in paths if path not in texts]
-    others = f"; skipped {number_of(hidden, 'hidden name')}, {number_of(len(left), 'binary file')}"
-    print(f"{number_of(count, 'document')} in {number_of(len(texts), 'file')}{others if hidden or left else ''}"
-          f"{f', such as {left[0]}' if left else ''}")
-    vocabulary = args.vocabulary, "".join(sorted(characters))
-    encoding = load_encoding(*vocabulary)  # download GPT-2's once, and fail here, before the processes start
+    binary, old = ([path for path, error in left.items() if (error is None) is wanted] for wanted in (True, False))
+    others = f"; skipped {number_of(hidden, 'hidden name')}, {number_of(len(binary), 'binary file')}"
+    print(f"{number_of(count, 'document')} in {number_of(len(texts), 'file')}{others if hidden or binary else ''}"
+          f"{f', such as {binary[0]}' if binary else ''}")
+    if old:
+        print(f"warning: {number_of(len(old), 'text')} left out, such as {left[old[0]]}", file=sys.stderr)
+    lacking = {letter for letter in characters if not has(encoding, letter)} if encoding else ()
+    if lacking:
+        most = min(lacking, key=lambda letter: (-characters[letter], letter))
+        print(f"warning: --vocabulary {args.vocabulary}: lacks {number_of(len(lacking), 'character')} of the text, such"
+              f" as {most!r}: of {characters.total()} characters, {sum(map(characters.get, lacking))} are lost",
+              file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:  # of a vocabulary that is made here
+        if bpe:
+            make_bpe(int(bpe[1]), texts, args.field, folder)
+        vocabulary = folder if bpe else args.vocabulary, "".join(sorted(characters))
+        write(texts, lacking if type(encoding) is PlainEncoding else "", vocabulary, load_any(*vocabulary), args)
+
+
+def write(texts, lacking, vocabulary, encoding, args):
+    """Tokenize the texts, and write what main() promises."""
     make_directory(os.path.dirname(args.output))
     size, output = total_size(texts), f"{args.output}_train.bin"
     processes = min(args.processes, 1 + size // (4 * PIECE))  # starting one takes as long as tokenizing a few pieces
@@ -279,19 +345,42 @@ def main():
         all_tokens = tempfile.TemporaryFile(dir=os.path.dirname(args.output) or ".")
     with all_tokens:
         with progress_bar(size, "tokenizing", "B") as advance:
-            for tokens in in_processes(tokenize, jobs(texts, args.field, advance), processes, prepare, vocabulary):
+            for tokens in in_processes(tokenize, jobs(texts, args.field, advance), processes, prepare,
+                                       ("".join(sorted(lacking)), *vocabulary)):
                 with errors_of_writing(output):
                     all_tokens.write(tokens)
                     all_tokens.flush()
         if not all_tokens.tell():
             raise UserError("the text is empty now: did another program write to it just now?")
-        tokens = np.memmap(all_tokens, token_type(encoding), "r")
-        train = len(tokens) - val_tokens(len(tokens), VAL_TOKENS, args)
+        tokens = np.memmap(all_tokens, token_type(encoding), "r+")
+        train = len(tokens) - draw_to_the_end(tokens, encoding.eot_token, val_tokens(len(tokens), VAL_TOKENS, args))
         val, train = tokens[train:], tokens[:train]
         if args.shard_tokens:
             save_shards(val, train, encoding, args)
         else:
             save_tokens(list(chunks(val)), list(chunks(train)), encoding, args)
+
+
+def draw_to_the_end(tokens, eot, most):
+    """Move whole documents, from all over the text, of `most` tokens together, to its end; returns how many tokens they
+    have. Multiples of the golden ratio spread them evenly. Of a text whose documents are longer than most / 4, the end
+    stays what it is, `most` tokens."""
+    pieces = itertools.accumulate(map(len, chunks(tokens)), initial=0)
+    starts = np.concatenate([begin + np.flatnonzero(piece == eot) for begin, piece in zip(pieces, chunks(tokens))])
+    lengths = np.diff(starts, append=len(tokens))
+    short = np.flatnonzero(lengths <= most // 4)
+    order = short[np.argsort(short.astype(np.uint32) * np.uint32(2654435769), kind="stable")]
+    drawn = np.sort(order[np.cumsum(lengths[order]) <= most])
+    if lengths[drawn].sum() < most // 2:
+        return most
+    val = np.concatenate([tokens[starts[i] : starts[i] + lengths[i]] for i in drawn])
+    end = starts[drawn[0]]
+    for begin, stop in zip(starts[drawn] + lengths[drawn], [*starts[drawn[1:]], len(tokens)]):  # what is between them
+        for piece in chunks(tokens[begin:stop]):
+            tokens[end : end + len(piece)] = piece
+            end += len(piece)
+    tokens[end:] = val
+    return len(val)
 
 
 def training_shards(output):

@@ -31,7 +31,7 @@ import numpy as np
 from llmc.checkpoint import padded
 from llmc.errors import run_main
 from llmc.files import MODEL_MAGIC, STATE_MAGIC, locked, make_header
-from llmc.loop import Loop, Saver, Update, check_loss
+from llmc.loop import Loop, Saver, Update, check_update
 from llmc.outliers import LOSS, NORM, RECENT, reason_to_skip, z_score
 from llmc.sampler import draw
 from llmc.schedulers import learning_rate_at
@@ -418,11 +418,12 @@ def softmax_forward(probs, logits, B, T, V):
     parallel_blocks(rows, N, max(1, BLOCK // V))
 
 
-def crossentropy_forward(losses, probs, targets, B, T, V):
-    """losses (B,T) = -log of the probability of each target (B,T), at most 87.3 = -log of float32's smallest normal."""
-    np.maximum(np.take_along_axis(probs, targets[..., None], axis=-1)[..., 0], np.finfo(np.float32).tiny, out=losses)
-    np.log(losses, out=losses)
-    np.negative(losses, out=losses)
+def crossentropy_forward(losses, logits, probs, targets, B, T, V):
+    """losses (B,T) = -log of the probability of each target (B,T): if float32 rounds that to 0, from logits (B,T,V)."""
+    p, tiny = np.take_along_axis(probs, targets[..., None], axis=-1)[..., 0], np.finfo(np.float32).tiny
+    np.negative(np.log(np.maximum(p, tiny)), out=losses)
+    x, t = logits[p < tiny], targets[p < tiny, None]  # log(sum(exp(x))) is the largest x - log(its probability)
+    losses[p < tiny] = x.max(-1) - np.take_along_axis(x, t, axis=-1)[:, 0] - np.log(probs[p < tiny].max(-1))
 
 
 def crossentropy_softmax_backward(dlogits, dlosses, probs, targets, B, T, V):
@@ -570,7 +571,7 @@ class GPT2:
         acts = self.trunk(inputs)
         matmul_forward(acts.logits, acts.lnf, self.head(self.params), None, B, T, C, V)
         softmax_forward(acts.probs, acts.logits, B, T, V)
-        crossentropy_forward(acts.losses, acts.probs, targets, B, T, V)
+        crossentropy_forward(acts.losses, acts.logits, acts.probs, targets, B, T, V)
         self.targets = targets
         return float(np.mean(acts.losses, dtype=np.float64))
 
@@ -714,7 +715,7 @@ def memory_plan(architecture, config, settings):
 
 def main(architecture=GPT2):
     settings = parse_settings(architecture.Settings, f"Train {architecture.TITLE} on the CPU, in NumPy.")
-    warnings.simplefilter("ignore", RuntimeWarning)  # on overflow: check_loss stops at a loss that is not finite
+    warnings.simplefilter("ignore", RuntimeWarning)  # on overflow: check_update stops at what is not finite
     with locked(settings.output_dir), Loop(settings, architecture) as loop:
         loop.console.header(f"CPU, {THREADS} thread{'s' * (THREADS > 1)}, NumPy {np.__version__}, float32", peak=None)
         loop.console.memory(memory_plan(architecture, loop.config, settings))
@@ -729,16 +730,17 @@ def main(architecture=GPT2):
 
 
 def train_step(model, loader, settings, step):
-    """One update, number `step` from 0 -> Update. Raises UserError, before weights change, if a loss is not finite."""
+    """Update `step`, from 0 -> Update. Raises UserError, before weights change, if loss or norm is not finite."""
     start, loss = time.perf_counter(), 0.0
     for micro_step in range(settings.micro_steps):
         loss += model.forward(*loader.next_batch()) / settings.micro_steps
-        check_loss(step, loss)
+        check_update(step, loss)
         model.backward(micro_step, settings.micro_steps)
     (norm, grad_scale), skipped = model.norm_and_scale(settings), None
     if settings.skips_outliers:
         skipped = reason_to_skip(settings, z_score(model.recent[LOSS], loss), z_score(model.recent[NORM], norm))
     if not skipped:
+        check_update(step, loss, norm)
         rate = learning_rate_at(settings, step)
         model.optimizer.update(model.params, model.grads, settings, rate, step + 1, grad_scale)
     return Update(loss, norm, time.perf_counter() - start, skipped)

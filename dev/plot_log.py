@@ -30,7 +30,7 @@ EVENT = re.compile(r"s:(\d{1,10}) (trl|tel|eval):(\S+)")
 def read_log(path):
     """Return {'trl': (steps, losses), 'tel': ...} of the last run in a log, or in that of a run's directory; raises
     UserError for any other file. Of a step that was logged again after a restart, the last loss counts."""
-    path = os.path.join(path, "main.log") if os.path.isdir(path) else path
+    path = os.path.join(path, "main.log") if os.path.isdir(path) else re.sub(r"(^|/)main\.csv$", r"\1main.log", path)
     with open_input(path, "make it with: python train_gpt2.py -o run.log") as f:
         data = f.read()
     lines = data[: data.rfind(b"\n") + 1].decode(errors="replace").splitlines()  # without one that was cut off

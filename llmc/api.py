@@ -80,8 +80,6 @@ class Model:
         self.steps, self.batch, self.has_gradients = 0, None, False  # updates so far; what backward and update read
         self.open(architecture, params, options)
 
-    # -- a text
-
     def loss(self, text):
         """The mean loss, in nats a token, of a text or ids; the first token is not predicted. A text that is longer
         than the model's context is cut into contexts."""
@@ -159,8 +157,6 @@ class Model:
         if self.tokenizer:
             keep_tokenizer(os.path.dirname(path), self.tokenizer)
         self.write(path)
-
-    # -- on the CPU
 
     def open(self, architecture, params, options):
         if NUMPY_WAS_FIRST:

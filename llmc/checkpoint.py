@@ -183,7 +183,7 @@ def read_optimizer_state(path, owned, hint="train again"):
     rng_state, shard, sample = header[U64].view("<u8").tolist()
     crc = int(header[44:45].view("<u4")[0]) if header[43] == 1 else None
     position = Position(shard, sample, shuffle)
-    if header[2] > 1 and not is_ours(header):  # llm.c's ranks shuffle each in an order of its own: not to be continued
+    if header[2] > 1 and not header[40]:  # llm.c's ranks shuffle each in an order of its own: not to be continued
         position = None if shuffle else position._replace(sample=position.sample * int(header[2]))
     return Progress(int(header[10]), rng_state, position, tuple(header[40:43].tolist()), crc), has_exact
 
@@ -192,15 +192,11 @@ def read_state_header(f, hint):
     """Read and check the header of an open state file, (256,) int32."""
     header = read_header(f, OPTIMIZER_MAGIC, hint)
     version, ranks, rank, master, shuffled = (int(x) for x in header[1:6])
-    expected = 2 if ranks > 1 and is_ours(header) else 1
+    expected = 2 if ranks > 1 and header[40] else 1
     if version != expected or not 0 <= rank < ranks or master not in (0, 1) or shuffled not in (0, 1):
         raise UserError(f"{f.name}: version {version}, rank {rank} of {ranks}, master weights {master}, shuffled"
                         f" {shuffled}; expected version 1, of several ranks of this project's 2; {hint}")
     return header
-
-
-def is_ours(header):
-    return bool(header[40] > 0)
 
 
 def is_whole(f, elements):

@@ -1,5 +1,6 @@
 """Errors and interruptions: an error that a user can cause is one line on stderr and an exit status, no traceback."""
 
+import argparse
 import contextlib
 import errno
 import importlib
@@ -8,6 +9,13 @@ import signal
 import sys
 
 DIVERGED = "the last checkpoint, if any, is kept: try a lower -l, a warm-up (-u) or --grad_clip 1"  # after NaN or inf
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with a command line."""
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message}; --help lists all flags, and a glob needs quotes\n")
 
 
 class UserError(Exception):
@@ -25,6 +33,8 @@ def import_package(module, user):
 
 def run_main(main):
     """Run `main()` and exit with the status that it returns, 1 for an error that a user can cause, 130 for Ctrl-C."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # None if it is closed, by `>&-` say
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, mode))
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # a file name may not be printable
     try:
         status = main()

@@ -133,8 +133,8 @@ class Loop:
         self.console.end()
 
     def report(self, step, update):
-        """Print and log update number `step`, from 0. Raises UserError when its loss is not finite."""
-        check_loss(step, update.loss)
+        """Print and log update number `step`, from 0. Raises UserError when its loss or norm is not finite."""
+        check_update(step, update.loss, None if update.skipped else update.norm)
         self.console.training(step, update.loss, update.seconds)
         self.log.training(step, learning_rate_at(self.settings, step), update)
         if update.skipped:
@@ -241,7 +241,8 @@ def validate(forward, loader, batches, starmap=itertools.starmap):
     return total / weights
 
 
-def check_loss(step, loss):
-    """Raise UserError when the loss of update number `step`, from 0, is not finite."""
-    if not math.isfinite(loss):
-        raise UserError(f"step {step + 1}: the loss is {loss}; {DIVERGED}")
+def check_update(step, loss, norm=None):
+    """Raise UserError when the loss or, unless it is None, the norm of update number `step`, from 0, is not finite."""
+    for what, value in (("loss", loss), ("gradient norm", norm or 0.0)):
+        if not math.isfinite(value):
+            raise UserError(f"step {step + 1}: the {what} is {value}; {DIVERGED}")

@@ -75,13 +75,14 @@ def save_checkpoint(directory, config, params, owned, progress, notes=None, vers
 
 
 def delete_old_checkpoints(settings, done):
-    """Delete the checkpoints before step `done`, just saved, except the newest -nk and those of every -nm'th step. The
-    marker comes last: the next call deletes what this one, if killed, has left."""
-    steps = [step for step in complete_checkpoints(settings.output_dir) if step <= done]
-    for step in steps[: -settings.checkpoints_keep] if settings.checkpoints_keep else []:
-        if not (settings.major_checkpoint_every and step % settings.major_checkpoint_every == 0):
+    """Delete the checkpoints before step `done`, just saved, except the newest -nk and those of every -nm'th step: the
+    marker first, the model last. The next call deletes what this one, if killed, has left."""
+    newest = [step for step in complete_checkpoints(settings.output_dir) if step <= done][-settings.checkpoints_keep :]
+    names = glob.glob("model_" + "[0-9]" * 8 + ".bin", root_dir=settings.output_dir)
+    for step in (int(name[6:14]) for name in names) if settings.checkpoints_keep else ():
+        if step < min(newest, default=0) and step % (settings.major_checkpoint_every or 1 << 62):
             model, state, marker = checkpoint_paths(settings.output_dir, step)
-            remove([model, *glob.glob(rank_path(glob.escape(state), "?????")), marker])
+            remove([marker, *glob.glob(rank_path(glob.escape(state), "?????")), model])
 
 
 def remove(paths):

@@ -9,7 +9,7 @@ import re
 import textwrap
 from typing import ClassVar
 
-from llmc.errors import UserError
+from llmc.errors import Parser, UserError
 from llmc.files import HELLASWAG
 
 
@@ -174,7 +174,7 @@ def field_flags(field):
 
 def parse_settings(settings_class, description, argv=None):
     """Parse the command line into a checked settings_class. argparse exits with 2 on a bad flag."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     groups = {}
     for field in dataclasses.fields(settings_class):
         extra = {name: value for name, value in field.metadata.items() if name not in ("flags", "group")}

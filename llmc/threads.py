@@ -8,7 +8,6 @@ import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-
 NUMPY_WAS_FIRST = "numpy" in sys.modules and "OPENBLAS_THREAD_TIMEOUT" not in os.environ  # too late to configure it
 
 

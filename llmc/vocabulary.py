@@ -49,6 +49,7 @@ class HFEncoding(PlainEncoding):
         self.prefix = os.fspath(path).removesuffix("tokenizer.json")  # of the folder's other files
         self.special = {id for id, token in self.backend.get_added_tokens_decoder().items() if token.special}
         self.byte_level = "ByteLevel" in str(self.backend.decoder)
+        self.unknown = self.backend.token_to_id(getattr(self.backend.model, "unk_token", None) or "")
         begin, ends = self.backend.encode("").ids, end_ids(self.prefix) or [eot]
         if not begin and ends == [None]:
             raise UserError(f"{path}: no config.json beside it says which token ends a text")

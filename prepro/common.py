@@ -14,13 +14,14 @@ import os
 import shlex
 import sys
 import threading
+import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 
 from llmc.dataloader import write_tokens
-from llmc.errors import UserError, import_package
+from llmc.errors import Parser, UserError, import_package
 from llmc.files import chunks, make_directory, open_input, replacing
 from llmc.threads import THREADS
 from llmc.vocabulary import reason, save_vocabulary
@@ -30,13 +31,26 @@ TIMEOUT_SECONDS = 30  # of silence from the server
 
 @contextlib.contextmanager
 def progress_bar(total, what, unit):
-    """Yield advance(count), which moves a progress bar on stderr, if that is a terminal and tqdm is installed."""
+    """Yield advance(count), which moves a progress bar on stderr. Without tqdm, that is a line a second or, if stderr
+    is no terminal, a line in half a minute."""
     try:
         from tqdm import tqdm
     except ImportError:
         tqdm = None
     if not tqdm or not sys.stderr.isatty():
-        yield lambda count: None
+        begin, end, every = ("\r", "", 1) if sys.stderr.isatty() else ("", "\n", 30)
+        shown, done = time.monotonic(), 0
+
+        def advance(count):
+            nonlocal shown, done
+            done += count
+            if time.monotonic() >= shown + every:
+                shown = time.monotonic()
+                print(f"{begin}{what}: {done} of {total or '?'} {unit}", end=end, file=sys.stderr, flush=True)
+
+        yield advance
+        if begin:
+            print("\r\x1b[K", end="", file=sys.stderr)  # erases the line
         return
     with tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B") as bar:
         yield bar.update
@@ -198,7 +212,7 @@ def save_split(tokens, most, encoding, args):
 
 def make_parser(description, output, format="int32"):
     """Return a parser with --format and --output, for the scripts that write PREFIX_train.bin and so on."""
-    parser = argparse.ArgumentParser(description=(description or "").strip().split("\n")[0],  # -OO leaves no docstring
+    parser = Parser(description=(description or "").strip().split("\n")[0],  # -OO leaves no docstring
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--format", choices=("int32", "uint16"), default=format,
                         help="int32: llm.c of April 2024; uint16: with a header, llm.c of today (uint32, as its Llama"

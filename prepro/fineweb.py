@@ -39,7 +39,7 @@ except ImportError as error:
     sys.exit(f"fineweb.py: error: {error.name} cannot be imported: pip install -r requirements.txt")
 
 from llmc.dataloader import find_files, open_tokens, write_tokens
-from llmc.errors import UserError, run_main
+from llmc.errors import Parser, UserError, run_main
 from llmc.files import (HEADER_BYTES, errors_of_writing, locked, make_directory, open_input, replacing)
 from llmc.vocabulary import encode, load_encoding, reason, save_vocabulary
 from prepro.common import add_processes, check_processes, file_hash, in_processes
@@ -361,7 +361,7 @@ def write_notes(path, notes):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0],
+    parser = Parser(description=(__doc__ or "").strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--edu", action="store_true", help="FineWeb-Edu")
     parser.add_argument("--size", choices=("10B", "100B"), default="10B", help="number of tokens of the dataset")

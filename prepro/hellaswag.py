@@ -17,7 +17,7 @@ import os
 
 import numpy as np
 
-from llmc.errors import UserError, run_main
+from llmc.errors import Parser, UserError, run_main
 from llmc.hellaswag import BEGIN, ENDINGS, NUMBERS, Example
 from llmc.files import EXAMPLES_MAGIC, HELLASWAG, make_directory, make_header, replacing
 from llmc.vocabulary import HFEncoding, encode, load_encoding
@@ -66,7 +66,7 @@ def write_examples(path, examples, V):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0],
+    parser = Parser(description=(__doc__ or "").strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--input", metavar="FILE", help="hellaswag_val.jsonl, instead of the download")
     parser.add_argument("--url", default=URL, help="where the download comes from (the SHA-256 is checked)")

@@ -24,7 +24,7 @@ import tarfile
 import numpy as np
 
 try:
-    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub import HfApi, hf_hub_download, logging
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 except ImportError as error:
     sys.exit(f"tinystories.py: error: {error.name} cannot be imported: pip install -r requirements.txt")
@@ -40,6 +40,7 @@ REPOSITORY, ARCHIVE = "roneneldan/TinyStories", "TinyStories_all_data.tar.gz"
 
 def fetch_shards(directory):
     """Download the archive through huggingface_hub's cache, verify it against the hub's SHA-256, unpack the shards."""
+    logging.set_verbosity_error()  # else a line for each time that it tries again
     try:
         path = hf_hub_download(REPOSITORY, ARCHIVE, repo_type="dataset")
         expected = os.path.basename(os.path.realpath(path))  # the cache names a large file by the hub's SHA-256 ...

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -63,6 +64,19 @@ def test_a_terminal_shows_a_progress_bar_that_reaches_its_end(monkeypatch):
     assert sys.stderr.getvalue().split("\r")[-1].startswith("reading: 100%")
 
 
+@pytest.mark.parametrize("terminal, expected", (
+    (True, "\rreading: 70 of 100 B\r\x1b[K"), (False, "reading: 70 of 100 B\n")))
+def test_progress_without_tqdm(monkeypatch, capsys, terminal, expected):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    times = iter((0, 0.5, 40, 40, 40.5))
+    monkeypatch.setattr(common.time, "monotonic", lambda: next(times))
+    with common.progress_bar(100, "reading", "B") as advance:
+        for count in (30, 40, 30):
+            advance(count)
+    assert capsys.readouterr().err == expected
+
+
 @pytest.mark.parametrize("pages, words", (
     ({"/x": (200, {}, b"another text")}, ("MD5", "expected 6fb458f1232090904fb40fe944165e91")), ({}, ["404"]),
     ({"/x": (200, {"Content-Length": 500}, b"cut short")}, ("failed",)),
@@ -110,8 +124,9 @@ def test_a_small_text_is_split(tmp_path, tiny_shakespeare, vocabulary_here, run_
 @pytest.fixture
 def prepare(tmp_path, run_here, monkeypatch):
     """prepare(input, ..., flag, ...): the tokens, train and val one after the other, the Tokenizer, what is printed."""
-    def run(*flags, program=prepro_text):
+    def run(*flags, program=prepro_text, warns=""):
         done = run_here(program, *flags, "--output", "out/x")
+        assert warns in done.stderr and bool(warns) >= ("warning" in done.stderr)
         tokens = [open_tokens(f"out/x_{split}.bin", 1 << 20) for split in ("train", "val")]
         return np.concatenate(tokens).tolist(), read_tokenizer("out/x_tokenizer.bin"), done.stdout
 
@@ -132,7 +147,8 @@ def test_a_folder_of_text(tmp_path, vocabulary_here, prepare, vocabulary, V):
         "b/package.json": b'{\n  "name": "x"\n}\n', "b/lines.json": b'\n{"text": "one"}\n\n{"text": "two"}\n',
         "b/one.json": b'{"name": "y"}', "empty.txt": b"",
         "z.jsonl": b'{"text": "three\\r\\n", "id": 3}\r\n{"id": 4, "text": ""}\n{"text": "\\ud83d\\ude00 \\ud83d"}',
-        "b/picture.png": b"\x89PNG\xff\xfe", "b/numbers.bin": np.arange(9).tobytes(), ".hidden.txt": b"secret",
+        "b/picture.png": b"\x89PNG\0\xff\xfe", "old.txt": b"caf\xe9", "windows.txt": "old\n".encode("utf-16"),
+        "b/numbers.bin": np.arange(9).tobytes(), ".hidden.txt": b"secret",
         ".git/config": b"secret"}
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -140,13 +156,14 @@ def test_a_folder_of_text(tmp_path, vocabulary_here, prepare, vocabulary, V):
     os.mkfifo(folder / "fifo")
     expected = ["# A\n\nnaïve\n", "three\n", "\U0001f600 ?", "print('c')\n", "д 日本\n", "one", "two", '{"name": "y"}',
                 '{\n  "name": "x"\n}\n', "c\n", "d\n", "e\n", "f\n"]
-    tokens, tokenizer, printed = prepare("folder", "--vocabulary", vocabulary)
+    tokens, tokenizer, printed = prepare("folder", "--vocabulary", vocabulary, warns="warning: 2 texts left out, such")
     assert text_of(tokens, tokenizer) == "".join(f"{EOT}{document}" for document in expected)
     assert tokens.count(tokenizer.eot) == 13 and tokenizer.eot == len(tokenizer.tokens) - 1
     characters = [letter.encode() for letter in sorted(set("".join(expected)))]
     assert len(tokenizer.tokens) == V or tokenizer.tokens[:-1] == characters
     assert printed.startswith("13 documents in 12 files; skipped 2 hidden names, 3 binary files, such as ")
-    again = prepare("folder/*.md", "folder", "folder/a.md", "--vocabulary", vocabulary, "--format", "uint16")
+    again = prepare("folder/*.md", "folder", "folder/a.md", "--vocabulary", vocabulary, "--format", "uint16",
+                    warns="not UTF-8")
     assert again[0] == tokens, "a file is read once"
 
 
@@ -164,6 +181,45 @@ def test_pieces_and_processes(tmp_path, tiny_shakespeare, vocabulary_here, prepa
     whole, pieces, again = found
     assert whole[1:] == encoding.encode(text) and pieces == again
     assert len(pieces) - len(whole) <= 8 and pieces[:40000] == whole[:40000], "but for what has no end of a token"
+
+
+def test_validation_is_of_whole_documents_from_all_over(tmp_path, prepare):
+    """The others stay in their order."""
+    texts = [f"{i:04} {'x' * (i % 40)}" for i in range(2000)]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokens, tokenizer, _ = prepare("x.jsonl", "--vocabulary", "bytes")
+    found = text_of(tokens, tokenizer).split(EOT)[1:]
+    begin = next(i for i in range(1, 2000) if found[i] < found[i - 1])  # of validation
+    train, val = found[:begin], found[begin:]
+    assert sorted(found) == texts and train == sorted(train) and val == sorted(val)
+    assert len(text_of(open_tokens("out/x_val.bin", 257).tolist(), tokenizer)) == sum(len(EOT) + len(x) for x in val)
+    where = np.array([int(text[:4]) for text in val])
+    assert 190 < len(where) <= 210 and np.diff(where, prepend=0, append=2000).max() < 40
+
+
+def test_a_vocabulary_of_the_text_or_of_a_run(tmp_path, prepare):
+    """bpe:N is what the package tokenizers makes, and says of any text the same; a run's may lack characters."""
+    tokenizers = pytest.importorskip("tokenizers")
+    (tmp_path / "x.txt").write_text("the cat sat on the mat\n" * 400)
+    tokens, tokenizer, _ = prepare("x.txt", "--vocabulary", "bpe:600")
+    theirs = tokenizers.Tokenizer.from_file("out/x_tokenizer.json")
+    assert tokens[1:] == theirs.encode("the cat sat on the mat\n" * 400).ids
+    assert tokens[0] == tokenizer.eot and len(tokens) < 3000 and text_of(tokens[1:8], tokenizer).startswith("the cat s")
+    _, chars, _ = prepare("x.txt", "--vocabulary", "chars")
+    os.mkdir("run")
+    shutil.copy("out/x_tokenizer.bin", "run/tokenizer.bin")
+    (tmp_path / "y.txt").write_text("the café at the sea\n" * 50)
+    tokens, tokenizer, _ = prepare("y.txt", "--vocabulary", "run", warns="lacks 2 characters of the text, such as"
+                                   " 'f': of 1000 characters, 100 are lost")
+    assert tokenizer == chars and text_of(tokens[1:], chars) == "the ca at the sea\n" * 50
+    letters = {letter: id for id, letter in enumerate("<the cas\n")}
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    model.save("run/tokenizer.json")
+    (tmp_path / "run" / "config.json").write_text('{"eos_token_id": 0}')
+    tokens, _, _ = prepare("y.txt", "--vocabulary", "run", warns="lacks 2 characters")
+    assert len(tokens) == 1 + 900
+    with pytest.raises(AssertionError, match="expected bpe:512 or more"):
+        prepare("y.txt", "--vocabulary", "bpe:x")
 
 
 def test_shards_are_the_same_tokens(tmp_path, run_here, monkeypatch):
@@ -196,7 +252,7 @@ def test_shards_are_the_same_tokens(tmp_path, run_here, monkeypatch):
     ("a.txt", TEXT, ("none.txt", "no such file"), ["none.txt"]), ("a.txt", TEXT, ("*.none", "no file"), ["*.none"]),
     ("a.jsonl", b'{"text": "a"}\n{"story": "b"}\n', ("a.jsonl:2", "'text'", "found text in story", "--field NAME"), ()),
     ("b.json", b'{"text": 1}\n', ("b.json:1", "found text in no field", "--field NAME"), ()),
-    ("c.jsonl", b'{"text": "a"}\nnot JSON\n', ("c.jsonl:2", "found none"), ()),
+    ("c.jsonl", b'{"text": "a"}\nnot JSON\n', ("c.jsonl:2", "found 'not JSON': mend or"), ()),
     ("d.jsonl", b'{"text": "a"}\n', ("d.jsonl:1", "'story'"), ("--field", "story")),
     ("f.txt", TEXT, ["--processes 0"], ("--processes", 0)), ("g", TEXT, ["--shard_tokens 0"], ("--shard_tokens", 0)),
     ("f.txt", TEXT, ("char/tokenizer.json: no such file", "gpt2, bytes, chars or"), ("--vocabulary", "char")),

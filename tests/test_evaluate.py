@@ -185,7 +185,8 @@ def test_the_table(examples, results, run_here):
         "model": "gpt2_124M.bin", "device": "CPU", "context": "32", "tokens scored": "599",
         "data": "data/tiny_shakespeare_v*.bin",
         "validation loss": f"{found['validation_loss']:.6f}, of windows {found['validation_stride']} tokens apart",
-        "perplexity": f"{found['perplexity']:.4f}, of windows {found['stride']} tokens apart",
+        "perplexity": f"{found['perplexity']:.4f} = exp({np.log(found['perplexity']):.4f}), of windows"
+                      f" {found['stride']} tokens apart",
         "bits per byte": f"{found['bits_per_byte']:.4f}, of windows {found['stride']} tokens apart",
         "HellaSwag acc_norm": f"{found['hellaswag']['correct'] / 60:.4f} ({found['hellaswag']['correct']} of 60)"}
     first = results(*flags, "--examples", 7)["hellaswag"]

@@ -144,7 +144,12 @@ def test_kernels_on_a_gpu(tmp_path):
     ("def gelu_backwards(dinp, inp, dout, N):\n    dinp[...] = dout", "has no function with the name of one on the"),
     ("def one():\n    return 1\n\ndef gelu_backward(dinp, inp, dout, N):\n    dinp[...] = one()", "dinp[0] is 1, exp"),
     ("def gelu_backward(dinp, inp, dout, N):\n    1 / 0", "line 2: ZeroDivision"),
-    ("def gelu_backward(dinp, inp, dout, N):\n    dinp = dout", "dinp is NaN everywhere: is it written")))
+    ("def gelu_backward(dinp, inp, dout, N):\n    dinp = dout", "dinp is NaN everywhere: is it written"),
+    ("import pytest\n\ndef gelu_backward(dinp, inp, dout, N):\n    pytest.skip()", "did not pass, but was skipped"),
+    ("import pytest\n\ndef gelu_backward(dinp, inp, dout, N):\n    pytest.xfail()", "did not pass, but was skipped"),
+    ("import pytest\n\ndef gelu_backward(dinp, inp, dout, N):\n    pytest.exit('x', 0)", "did not"),
+    ("raise SystemExit(0)", "cannot be imported: SystemExit"), ("import os\nos._exit(0)", "ends the process that"),
+    ("import os\n\ndef gelu_backward(dinp, inp, dout, N):\n    os._exit(0)", "ends the process that")))
 def test_errors_of_a_learner_are_a_line(tmp_path, text, message):
     (tmp_path / "04_gelu.py").write_text(text)
     status, lines = check(4, "--directory", tmp_path)

@@ -107,6 +107,12 @@ def test_export_with_a_tokenizer(tmp_path, run_here, vocabulary_here, vocabulary
              "tokenizer.json, tokenizer_config.json, tokenizer.bin")
     assert done.stdout == f"wrote model.safetensors, {files}, config.json to {tmp_path}/hf\n"
     assert (tmp_path / "hf" / "tokenizer.bin").read_bytes() == (tmp_path / "tokenizer.bin").read_bytes()
+    again = run_here(e, "--to_hf", model, tmp_path / "hf").stdout
+    assert again == f"{done.stdout.strip()}; replaced model.safetensors, {files}, config.json\n"
+    for name in ("config.json", "pytorch_model.bin", "model.safetensors.index.json"):
+        shutil.copytree(tmp_path / "hf", tmp_path / name)
+        (tmp_path / name / name).write_text("{}")
+        run_here(e, "--to_hf", model, tmp_path / name, fails=(f"{tmp_path}/{name}: has another model's {name}",))
     (tmp_path / "hf" / "DONE_00000001").touch()
     run_here(e, "--to_hf", model, tmp_path / "hf", fails=(f"{tmp_path}/hf: is the directory of a run",))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")

@@ -1,5 +1,6 @@
 """What bad input gets: one line that names the file or flag, exit status 1, nothing half-written and nothing lost."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from llmc.checkpoint import owned_by_one, Progress, read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC
-from llmc.resume import checkpoint_paths, save_checkpoint
+from llmc.resume import checkpoint_paths, complete_checkpoints, save_checkpoint
 from llmc.shuffle import Position
 from llmc.tensors import flat
 from llmc.tokenizer import read_tokenizer, write_tokenizer
@@ -185,8 +186,18 @@ def test_token_file_faults(workplace, train):
     (("-o", "/proc/run.log"), ("/proc/run.log: cannot be written",))))
 def test_flags(workplace, flags, words, train):
     """Nothing is written, nor written over."""
+    Path("data/x_train_0.bin").touch()
     assert_one_line_error(train(*flags), *words)
     assert not list(workplace.glob("run/*")) and read_tokenizer("gpt2_tokenizer.bin")
+
+
+@pytest.mark.parametrize("flags, says", (
+    (("--lr", 1e-3), "unrecognized arguments: --lr 0.001; --help lists all flags"),
+    (("-x", "y"), "-x/--steps: invalid int value: 'y';"),
+    (("-i", "a_train_0.bin", "a_train_1.bin"), "arguments: a_train_1.bin; --help lists all flags, and a glob needs")))
+def test_flags_that_are_none(workplace, train, flags, says):
+    done = train(*flags)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and says in done.stderr
 
 
 def test_a_checkpoint_that_cannot_be_written(workplace, train):
@@ -196,6 +207,18 @@ def test_a_checkpoint_that_cannot_be_written(workplace, train):
     os.mkdir("run/state_00000004_00000.bin.tmp")
     assert_one_line_error(train("-x", 4, "-o", "run", "-y", 1), "run/state_00000004_00000.bin: cannot be written")
     assert {path: path.read_bytes() for path in Path("run").glob("*_0*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("value", (np.nan, np.inf))
+def test_gradients_that_are_not_finite_change_no_weight(workplace, train, monkeypatch, value):
+    """The run stops; its last checkpoint stands, also if the update would be its last one."""
+    flags, backward = ("-n", 1, "-o", "run", "--grad_clip", 1), GPT2.backward_into
+    train("-x", 2, *flags, check=True)
+    before = {path: path.read_bytes() for path in Path("run").glob("*_0*")}
+    monkeypatch.setattr(GPT2, "backward_into", lambda model, grads, *more: (
+        backward(model, grads, *more), np.copyto(grads.fcb[0, :1], value)))
+    assert_one_line_error(train("-x", 3, *flags, "-y", 1), f"step 3: the gradient norm is {value}", "--grad_clip 1")
+    assert {path: path.read_bytes() for path in Path("run").glob("*_0*")} == before
 
 
 @pytest.mark.parametrize("which, words", ((0, "tensor qkvb"), (2, "the optimizer's v: tensor qkvb")))
@@ -252,6 +275,24 @@ def test_old_checkpoints_are_deleted(workplace, train, flags, kept):
     assert set(os.listdir("run")) == {"main.csv", "main.log", "tokenizer.bin", "model_mine.bin", *names}
 
 
+@pytest.mark.parametrize("call", range(3))
+def test_a_run_killed_while_it_deletes_a_checkpoint(workplace, train, monkeypatch, call):
+    """leaves no marker without a model; the next one deletes the rest."""
+    flags, unlink, calls = ("-n", 1, "-nk", 1, "-o", "run"), os.unlink, itertools.count()
+
+    def killed(path):
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", killed)
+    assert train("-x", 2, *flags).returncode == 130
+    assert all(Path(path).exists() for step in complete_checkpoints("run") for path in checkpoint_paths("run", step))
+    monkeypatch.setattr(os, "unlink", unlink)
+    train("-x", 3, *flags, "-y", 1, check=True)
+    assert {path.name for path in Path("run").glob("*_0*")} == set(checkpoint_paths("", 3))
+
+
 def test_damaged_checkpoints_and_logs(workplace, train):
     """A state that does not say its model's CRC-32 is taken; a log that is none is not written over."""
     train("-x", 2, "-n", 1, "-o", "run", check=True)
@@ -292,6 +333,15 @@ def test_damaged_checkpoints_and_logs(workplace, train):
     os.unlink("run/DONE_00000003")
     os.mkfifo("run/DONE_00000003")
     assert_one_line_error(train(*again), "a pipe", "remove run/DONE_00000003")
+
+
+@pytest.mark.parametrize("closed", (">&-", "2>&-", "<&- >&- 2>&-"))
+def test_closed_streams_are_dev_null(workplace, closed):
+    """Also for what the system opens next: no file may become the standard output."""
+    command = f"{sys.executable} {ROOT / 'train_gpt2.py'} -b 2 -t 8 -v 1 -s 1 -x 2 -o run {closed}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "") and complete_checkpoints("run") == [2]
+    assert b"memory" not in b"".join(path.read_bytes() for path in Path("run").iterdir())
 
 
 def test_a_closed_pipe_is_quiet(workplace):

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import export_weights
 import generate
 from conftest import ROOT, SMALL, SMALL_HEADS, draw_slowly, make_model, random_params, write_diverged
 from llmc.checkpoint import write_model
+from llmc.errors import UserError
 from llmc.sampler import Choice, sample_multinomial
 from llmc.tokenizer import write_tokenizer
 from llmc.vocabulary import load_encoding, load_vocabulary
@@ -76,20 +78,41 @@ def test_samples_do_not_depend_on_how_many_there_are(samples_of):
 def test_choice():
     logits = np.log(np.array([0.1, 0.4, 0.05, 0.25, 0.2], np.float32))
     coins = (np.arange(1000) + 0.5) / 1000
-    for arguments, shares in (
-            ((), [0.1, 0.4, 0.05, 0.25, 0.2]), ((1.0, 99), [0.1, 0.4, 0.05, 0.25, 0.2]),
-            ((0.0,), [0, 1, 0, 0, 0]), ((1.0, 1), [0, 1, 0, 0, 0]), ((1.0, 0, 0.3), [0, 1, 0, 0, 0]),
-            ((1.0, 2), [0, 0.615, 0, 0.385, 0]), ((1.0, 0, 0.6), [0, 0.615, 0, 0.385, 0]),
-            ((1.0, 3, 0.7), [0, 0.615, 0, 0.385, 0]),  # top_p of what top_k leaves
-            ((0.5,), [0.036, 0.582, 0.009, 0.227, 0.145])):
+    for arguments, last, shares in (  # last: the last id that is drawn if all four are equally likely
+            ((), 3, [0.1, 0.4, 0.05, 0.25, 0.2]), ((1.0, 99), 3, [0.1, 0.4, 0.05, 0.25, 0.2]),
+            ((0.0,), 0, [0, 1, 0, 0, 0]), ((1.0, 1), 0, [0, 1, 0, 0, 0]), ((1.0, 0, 0.3), 1, [0, 1, 0, 0, 0]),
+            ((1.0, 2), 1, [0, 0.615, 0, 0.385, 0]), ((1.0, 0, 0.6), 2, [0, 0.615, 0, 0.385, 0]),
+            ((1.0, 3, 0.7), 2, [0, 0.615, 0, 0.385, 0]),  # top_p of what top_k leaves
+            ((0.5,), 3, [0.036, 0.582, 0.009, 0.227, 0.145])):
         ids = [Choice(*arguments).draw(logits, coin) for coin in coins]
         assert (np.bincount(ids, minlength=5) / 1000).tolist() == pytest.approx(shares, abs=0.006), arguments
         extremes = [Choice(*arguments).draw(np.zeros(4, np.float32), coin) for coin in (0.0, 1 - 2.0**-24)]
-        assert extremes[0] == 0 and extremes[1] in range(4)
+        assert extremes == [0, last], arguments
         for coin in (0.0, 0.999):  # where the first id's probability, 0, is on the coin, too
             assert Choice(*arguments).draw(np.array([-np.inf, 0, -np.inf], np.float32), coin) == 1
     assert sample_multinomial(np.array([0.5, 0.4], np.float32), 0.95) == 1, "rounding can leave the sum below the coin"
     assert Choice(1e-46).draw(logits, 0.5) == 1, "a temperature that is 0 in float32"
+
+
+@pytest.mark.parametrize("text, expected", (
+    (None, (0.2, 0, 0.9)), ('{"eos_token_id": 2}', (0.2, 0, 0.9)), ("[]", (0.2, 0, 0.9)), ("{", (0.2, 0, 0.9)),
+    ('{"temperature": 0.6, "top_k": 20, "top_p": null}', (0.6, 20, 1.0)), ('{"top_p": 2}', "top_p 2: expected more"),
+    ('{"temperature": "warm"}', "generation_config.json: temperature warm: expected 0 or more")))
+def test_what_a_chat_draws_with(tmp_path, text, expected):
+    """generation_config.json says it; the command line comes first."""
+    if text:
+        (tmp_path / "generation_config.json").write_text(text)
+    tokenizer = SimpleNamespace(folder=SimpleNamespace(prefix=f"{tmp_path}/"))
+    for given in ({}, {"top_k": 3}):
+        args = SimpleNamespace(chat=True, **given)
+        if isinstance(expected, str):
+            with pytest.raises(UserError, match=expected):
+                generate.complete(args, tokenizer)
+            continue
+        generate.complete(args, tokenizer)
+        assert (args.temperature, args.top_k, args.top_p) == (expected[0], given.get("top_k", expected[1]), expected[2])
+    generate.complete(args := SimpleNamespace(chat=False), None)
+    assert (args.temperature, args.top_k, args.top_p) == (1.0, 0, 1.0)
 
 
 @pytest.fixture
@@ -187,7 +210,8 @@ def test_ctrl_c_leaves_the_samples_so_far(workplace, run_here, monkeypatch):
     (("--temperature", "nan"), ("--temperature nan",)), (("--top_k", -3), ("--top_k -3",)),
     (("--top_p", 0), ("--top_p 0",)), (("--seed", 0), ("--seed 0",)),
     (("--tokenizer", "gpt2_124M.bin"), ("gpt2_124M.bin", "tokenizer")),
-    (("data",), ("data: holds no checkpoint", "-o DIR")), (("nowhere.bin",), ("nowhere.bin: no such file",))))
+    (("data",), ("data: holds no checkpoint", "-o DIR")),
+    (("nowhere.bin",), ("nowhere.bin: no such file",))))
 def test_wrong_flags_and_models(workplace, run_here, flags, words):
     model = () if not flags[0].startswith("-") else (MODEL,)
     run_here(generate, *model, *flags, fails=words)

@@ -21,7 +21,7 @@ from llmc.dataloader import open_tokens
 from llmc.debugstate import check_tensor
 from llmc.errors import UserError
 from test_gpt2 import ADAMW_CHECK, SMOOTH, NumpyRun, Yardstick, judge_adamw, replay
-from test_layers import assert_gradients, forward_of, nan, normal
+from test_layers import assert_blocks, assert_gradients, forward_of, nan, normal
 from test_verdict import after, before, first_wrong, random_case, scaled
 
 CONFIG = t.Config(maxT=64, V=131, L=2, NH=4, NKV=2, C=48, Vp=256, F=40, HS=16)
@@ -94,6 +94,39 @@ def test_swiglu(N, F):
     t.swiglu_backward(dinp, inp, dout, N, F)
     if N * F < 1000:
         assert_gradients(forward, dout, dinp=(dinp, inp))
+
+
+def rmsnorm_rows(x, dout, ids):
+    (N, C), rstd, dweight, dinp, weight = x.shape, nan(1, len(x)), nan(x.shape[1]), dout**2, normal(x.shape[1])
+    t.rmsnorm_forward(out := nan(1, N, C), rstd, x[None], weight, 1e-5, 1, N, C)
+    t.rmsnorm_backward(dinp, dweight, dout, x, weight, rstd, 1, N, C)
+    return (out[0], dinp), (dweight,)
+
+
+def swiglu_rows(x, dout, ids):
+    N, F = len(x), x.shape[1] // 2
+    t.swiglu_forward(out := nan(N, F), x, N, F)
+    t.swiglu_backward(dinp := nan(N, 2 * F), x, dout[:, :F].copy(), N, F)
+    return (out, dinp), ()
+
+
+@pytest.mark.parametrize("layer", (rmsnorm_rows, swiglu_rows))
+def test_several_blocks(layer):
+    assert_blocks(layer)
+
+
+@pytest.mark.parametrize("parts", ((1,) * 12, (12,), (5, 1, 6)))
+@pytest.mark.parametrize("tied", (0, 1))
+def test_the_decoder_agrees_with_the_forward_pass(monkeypatch, parts, tied, B=3):
+    config = dataclasses.replace(CONFIG, tied=tied)
+    model, tokens = t.Llama3(config, random_params(config)), np.random.default_rng(1).integers(0, config.V, (B, 12))
+    model.allocate_activations(B, 12)
+    model.forward(tokens, tokens)
+    decoder, position = t.LlamaDecoder(config, model.params, B, 16), 0
+    for part in parts:
+        logits = decoder.logits(tokens[:, position : position + part], position)
+        position += part
+        np.testing.assert_allclose(logits, model.acts.logits[:, position - 1], rtol=0, atol=1e-4)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

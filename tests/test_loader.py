@@ -51,7 +51,9 @@ def firsts(loader, count):
 @pytest.mark.parametrize("shuffle", (False, True))
 def test_spread_rows_cover_the_data_once(tmp_path, shuffle):
     loader = DataLoader([count_up(tmp_path / "a.bin", 25)], 25, 2, 4, shuffle, spread=True)
-    batches = [loader.next_batch()[0][:, 0].tolist() for _ in range(3)]
+    batches = [loader.next_batch() for _ in range(3)]
+    assert all(np.array_equal(targets, inputs + 1) for inputs, targets in batches)
+    batches = [inputs[:, 0].tolist() for inputs, _ in batches]
     assert sorted(batches) == [[0, 12], [4, 16], [8, 20]] and (batches == sorted(batches)) != shuffle
 
 

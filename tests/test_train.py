@@ -15,15 +15,19 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+import export_weights
 import llmc.gpu.lines
 import llmc.progress
 import plot_log
 import train_gpt2
 import train_gpt2_cuda
+import train_llama3
 from conftest import GPT2_124M, ROOT, SMALL, draw_slowly, make_model, random_params, remove_after
 from llmc.checkpoint import write_model
 from llmc.dataloader import DataLoader
@@ -99,7 +103,7 @@ def test_lines(workplace, run_here):
         seconds = float(number) / (1000 if unit == "ms" else 1)
         assert int(rate) == pytest.approx(256 / seconds, rel=0.06)  # which is rounded
     theirs = run_here(train_gpt2, "-s", 0, "--lines", "llmc").stdout
-    ours, theirs = ([float(x) for x in re.findall(r"loss (\S+)", output)] for output in (text, theirs))
+    ours, theirs = ([float(x) for x in re.findall(r"loss (\d\S+)", output)] for output in (text, theirs))
     assert len(ours) == 46 and np.allclose(ours, theirs, rtol=0, atol=0.51e-4)
 
 
@@ -245,6 +249,7 @@ def test_table(workplace, run_here):
     assert {row["learning_rate"] for row in rows if float(row["tokens_per_second"] or 0)} == {"0.001"}
     seconds = [float(row["seconds"]) for row in rows]
     assert seconds == sorted(seconds)
+    assert plot_log.read_log("run/main.csv") == plot_log.read_log("run")
     assert run_here(train_gpt2, *flags, "-x", 5, "-v", 0, "-d", 32, "-y", 1).stderr == ""
     more = list(csv.DictReader(open("run/main.csv", newline="")))
     assert more[:6] == rows[:6] and len(more) == 7 and more[6]["step"] == "5"
@@ -287,6 +292,46 @@ def test_a_run_s_newest_model_and_vocabulary_are_for_others(workplace, train, ru
     run_here(train_gpt2, *flags, "-e", "hf", fails=("hf: holds no checkpoint", "-o DIR"))
     Path("hf/config.json").write_text("{}")
     run_here(train_gpt2, *flags, "-e", "hf", fails=("-e hf: a Hugging Face folder", "export_weights.py --model hf"))
+
+
+LLAMA = train_llama3.Config(maxT=32, V=131, L=2, NH=4, NKV=2, C=48, Vp=256, F=40, HS=16, tied=0)
+
+
+@pytest.mark.parametrize("config", (SMALL, LLAMA), ids=lambda config: type(config).__module__)
+@pytest.mark.parametrize("decay", ("matrices", "all"))
+@pytest.mark.parametrize("clip", (0.5, 1.3))
+def test_updates_are_pytorch_s(config, decay, clip):
+    """Loss, norm and weights, of three updates of two batches, in a warm-up, with weight decay; clip: of the norm."""
+    architecture, params = {SMALL: GPT2, LLAMA: train_llama3.Llama3}[config], random_params(config, ones=1.0)
+    batches = np.random.default_rng(0).integers(0, config.V, (3, 2, 2, 2, 9))  # update, micro-step, inputs or targets
+    reference = export_weights.to_reference(config, params, dtype=torch.float64)
+
+    def loss_of(batches):
+        return sum(reference(*torch.from_numpy(batch))[1] for batch in batches) / len(batches)
+
+    loss_of(batches[0]).backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), np.inf))
+    settings = Settings(B=2, T=9, total_batch_size=36, learning_rate=1e-2, warmup_steps=4, weight_decay=0.5,
+                        decay=decay, beta2=0.95, eps=1e-3, grad_clip=clip * norm)
+    model, loader = architecture(config, params), SimpleNamespace(next_batch=iter(batches.reshape(6, 2, 2, 9)).__next__)
+    model.allocate_activations(2, 9)
+    model.allocate_training(2, 9, settings.micro_steps)
+    optimizer = torch.optim.AdamW([
+        {"params": [p for p in reference.parameters() if (p.ndim > 1) == matrices],
+         "weight_decay": 0.5 * (matrices or decay == "all")} for matrices in (True, False)],
+        betas=(0.9, 0.95), eps=1e-3)
+    for step in range(3):
+        update = train_gpt2.train_step(model, loader, settings, step)
+        optimizer.zero_grad()
+        (loss := loss_of(batches[step])).backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), settings.grad_clip))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * (step + 1) / 4
+        optimizer.step()
+        assert (update.loss, update.norm) == pytest.approx((loss.item(), norm), rel=1e-4) and norm > 1.4
+    expected = dict(reference.named_parameters())
+    for name, view, heads in export_weights.module_slices(config, model.params):
+        assert np.abs(export_weights.halves(view, heads) - expected[name].detach().numpy()).max() < 1e-5, name
 
 
 @pytest.fixture

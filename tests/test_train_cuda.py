@@ -186,10 +186,11 @@ def test_learning_rates_reach_the_gpu_and_the_log(fake_workplace, run_here, monk
     assert list(map(float, logged)) == pytest.approx(rates, abs=1e-6)
 
 
-def test_a_loss_that_is_nan_on_a_gpu(fake_workplace, run_here, monkeypatch):
+@pytest.mark.parametrize("name, what", (("loss", "loss"), ("norm", "gradient norm")))
+def test_a_loss_or_norm_that_is_nan_on_a_gpu(fake_workplace, run_here, monkeypatch, name, what):
     end_step = Trainer.end_step
-    monkeypatch.setattr(Trainer, "end_step", lambda *arguments: end_step(*arguments)._replace(loss=math.nan))
-    assert_one_line_error(run_here(cuda, *FAST, "-v", 0, check=False), "step 1: the loss is nan", "-l")
+    monkeypatch.setattr(Trainer, "end_step", lambda *arguments: end_step(*arguments)._replace(**{name: math.nan}))
+    assert_one_line_error(run_here(cuda, *FAST, "-v", 0, check=False), f"step 1: the {what} is nan", "-l")
 
 
 def test_lines(fake_workplace, fake_gpu, run_here, monkeypatch):

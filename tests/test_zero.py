@@ -278,7 +278,7 @@ def test_gpus_and_ctrl_c(heads):
                                text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert any(line.startswith("step") for line in process.stdout), process.communicate()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=600)  # on a busy machine, a minute is little
     assert process.returncode == 130 and err.startswith("\nfinishing this step; Ctrl-C once more to stop at once\n")
     assert err.count(f"stopped after step {newest_checkpoint('run')};") == 1 and err.count("\n") == 3
     assert len(os.listdir("run")) == len(["model", "state", "state", "DONE", "main.log", "main.csv", "tokenizer.bin"])

@@ -254,7 +254,7 @@ class Classifier(Logits):
         sizes = self.B, self.T, self.V
         probs, dlogits = np.empty((2, *sizes))
         train_gpt2.softmax_forward(probs, t.logits[..., : self.V], *sizes)
-        train_gpt2.crossentropy_forward(t.losses, probs, t.targets, *sizes)
+        train_gpt2.crossentropy_forward(t.losses, t.logits[..., : self.V], probs, t.targets, *sizes)
         train_gpt2.crossentropy_softmax_backward(dlogits, np.full(sizes[:2], 1 / self.N), probs, t.targets, *sizes)
         t.logits[..., : self.V], t.logits[..., self.V :] = dlogits, 0.0
 

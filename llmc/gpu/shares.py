@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmc.checkpoint import Owned, check_state_size, is_ours, is_whole, rank_path, read_state_header
+from llmc.checkpoint import Owned, check_state_size, is_whole, rank_path, read_state_header
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, open_input, read_into
 
@@ -161,7 +161,7 @@ class OwnedShare(Owned):
 
     def read(self, f, header, hint):
         """Fill the arrays from the files of all ranks that wrote a state, any number of them; f: rank 0's."""
-        ranks, ours, arrays = int(header[2]), is_ours(header), self.in_file(header[4]).values()
+        ranks, ours, arrays = int(header[2]), bool(header[40]), self.in_file(header[4]).values()
         if ranks > 1 and not ours and is_whole(f, len(arrays) * self.shares.size):
             ranks = 1  # llm.c without ZeRO: each rank's file has all
         sources = Shares(self.table, ranks, llmc=not ours)
