@@ -333,3 +333,11 @@ def test_gradients_of_accumulated_batches_are_their_mean():
 
 def test_check_tensor_refuses_another_shape():
     assert not check_tensor("off", np.zeros((1, 2)), np.zeros(2), np.inf)
+
+
+@pytest.mark.parametrize("text, threads", ((" 3", 3), ("3,2", 3), ("²", None), ("0", None), ("9" * 5000, None)))
+def test_omp_num_threads(monkeypatch, text, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = llmc.threads.count_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    assert llmc.threads.count_threads() == (threads or cores)
