@@ -15,9 +15,9 @@ BUDGETS = {  # what: (files, as git's patterns), lines at most; tests/test_house
     "train_llama3.py": (("train_llama3.py",), 450),
     "train_llama3_cuda.py": (("train_llama3_cuda.py",), 400),
     "llmc/": (("llmc/*.py", ":!llmc/gpu"), 3100),
-    "llmc/gpu/": (("llmc/gpu/*.py",), 3086),  # today's; the goal is 2,600
+    "llmc/gpu/": (("llmc/gpu/*.py",), 3078),  # today's; the goal is 2,600
     "kernels/": (("kernels",), 6065),  # today's; the goal is 6,000
-    "tests/": (("tests/*.py",), 8648),  # today's; the goal is 8,000
+    "tests/": (("tests/*.py",), 8800),  # today's; the goal is 8,000
     "dev/": (("dev/*.py", "dev/*.cu", "dev/*.cuh", "dev/*.md"), 5500),
     "doc/": (("doc/*.md",), 2300),
 }
