@@ -165,7 +165,7 @@ global_norm(float* partials, const float* sums, const gradient* gradients, const
 __device__ inline float z_score(Recent* recent, float x) {
     if (!isfinite(x)) return INFINITE;
     recent->values[recent->count++ % WINDOW] = x;
-    if (recent->count < WINDOW) return 0.0f;
+    if (recent->count <= WINDOW) return 0.0f;
     double mean = 0.0, variance = 0.0;
     for (int i = 0; i < WINDOW; i++) mean += recent->values[i] / double(WINDOW);
     for (int i = 0; i < WINDOW; i++) {

@@ -7,7 +7,7 @@ import time
 from llmc.errors import UserError
 from llmc.files import errors_of_writing, make_directory, replacing
 
-RULE = re.compile(r"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ---")  # separates a run's lines from those of earlier runs
+RULE = re.compile(r"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ---")  # in logs of version 0.4 and before: a new run begins
 COLUMNS = "step,tokens,seconds,train_loss,val_loss,learning_rate,norm,tokens_per_second,hellaswag".split(",")
 FP8_COLUMNS = ["fp8_saturated", "fp8_underflowed"]  # with --dtype fp8: how many numbers of an update
 LOG_LINE = re.compile(r"s:([0-9]{1,10}) ()")
@@ -23,8 +23,8 @@ class Log:
     """A run's log, one event a line, the step first: `s:0 tel:5.2520` (validation), `s:0 trl:5.3562` (training),
     `s:0 eval:0.2955` (HellaSwag). In a run directory (main.log), training lines also have the learning rate and the
     gradient norm, and main.csv has the same events as rows of COLUMNS: `step` as on the screen, `tokens` trained on,
-    `seconds` of training, without pauses. A new run keeps earlier ones: it appends to the log after a rule with the
-    date, and renames the old table to main.1.csv. A resumed run deletes the lines after its checkpoint."""
+    `seconds` of training, without pauses. A new run renames earlier files to main.1.log and main.1.csv. A resumed run
+    deletes the lines after its checkpoint."""
 
     def __init__(self, settings, first_step=0):
         self.file, self.table, self.detailed = None, None, settings.output_dir is not None
@@ -34,18 +34,11 @@ class Log:
         path = os.path.join(settings.output, "main.log") if self.detailed else settings.output
         make_directory(os.path.dirname(path))
         self.file = opened(path, first_step, LOG_LINE)
-        if self.file.tell() and not first_step:
-            append(self.file, time.strftime("--- %Y-%m-%d %H:%M:%S ---\n"))
         if self.detailed:
             self.tokens = settings.update_tokens
             self.open_table(os.path.join(settings.output, "main.csv"), first_step)
 
     def open_table(self, path, first_step):
-        if not first_step and os.path.exists(path):
-            number = 1
-            while os.path.exists(old := f"{path.removesuffix('.csv')}.{number}.csv"):
-                number += 1
-            os.rename(path, old)
         self.table = opened(path, first_step, TABLE_LINE)
         if not self.table.tell():
             append(self.table, ",".join(self.columns) + "\n")
@@ -85,8 +78,9 @@ def append(file, text):
 
 
 def opened(path, first_step, pattern):
-    """Open a log to append to; when a run resumes, without its lines from first_step on. Raises UserError if one does
-    not match `pattern`, with groups for the step and, where steps count from 1, the loss."""
+    """Open a log: of a run that resumes, without its lines from first_step on; else empty, an older one is renamed.
+    Raises UserError if a line does not match `pattern`, with groups for the step and, where steps count from 1, the
+    loss."""
     with errors_of_writing(path):
         if first_step and os.path.exists(path):
             with open(path, errors="replace") as f:
@@ -98,4 +92,9 @@ def opened(path, first_step, pattern):
             kept = [step.string for step in steps if int(step[1]) < first_step + bool(step[2])]
             with replacing(path) as f:
                 f.write("".join(lines[:first] + kept).encode())
+        elif os.path.isfile(path) and os.path.getsize(path):  # of an earlier run
+            (name, suffix), number = os.path.splitext(path), 1
+            while os.path.exists(old := f"{name}.{number}{suffix}"):
+                number += 1
+            os.rename(path, old)
         return open(path, "a+b", buffering=0)

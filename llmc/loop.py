@@ -60,7 +60,8 @@ class Loop:
         if ranks.is_first and self.tokenizer and settings.output_dir:  # for programs that use the run's models
             keep_tokenizer(settings.output_dir, self.tokenizer)
         settings.fit_to_text(self.train_loader.batches_per_epoch // settings.micro_steps)
-        print_changed_settings(settings)
+        if settings.lines == "short":
+            print_changed_settings(settings)
         self.settings = resolve(settings) if resolve else settings
         if self.settings.steps == 0:  # one epoch
             self.settings.steps = max(1, self.train_loader.batches_per_epoch // self.settings.micro_steps)

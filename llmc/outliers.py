@@ -10,13 +10,13 @@ LOSS, NORM = 0, 1  # indices into a run's (2,) RECENT
 
 
 def z_score(recent, x):
-    """How many standard deviations x lies above the mean of the last WINDOW values, x included, as in llm.c. 0 until
-    there are WINDOW values; inf if x is not finite. Adds a finite x to `recent`, a RECENT."""
+    """How many standard deviations x lies above the mean of the last WINDOW values, x included, as in llm.c. 0 for
+    the first WINDOW values; inf if x is not finite. Adds a finite x to `recent`, a RECENT."""
     if not math.isfinite(x):
         return math.inf
     recent["values"][recent["count"] % WINDOW] = x
     recent["count"] += 1
-    if recent["count"] < WINDOW:
+    if recent["count"] <= WINDOW:
         return 0.0
     values = recent["values"].astype(np.float64)
     deviation = values.std()

@@ -17,6 +17,6 @@ def learning_rate_at(settings, step):
     if settings.schedule == "linear":
         return peak - (peak - low) * done
     if settings.schedule == "wsd":
-        turn = 0.8 * total
+        turn = int(0.8 * total)  # as llm.c
         return peak if step < turn else low + (peak - low) * (1.0 - math.sqrt((step - turn) / (total - turn)))
     return peak

@@ -79,7 +79,8 @@ def find_shards(directory):
 
 
 def tokenize_shard(job):
-    """(shard number, path) -> its tokens, uint16: the stories in shuffled order, each after an end-of-text token."""
+    """(shard number, path) -> its tokens, uint16: the stories in shuffled order, each after an end-of-text token. As
+    llm.c, each split counts its shards from 0: the first one validates, and the second has the same seed."""
     shard, path = job
     encoding = load_encoding("gpt2")
     try:
@@ -89,7 +90,7 @@ def tokenize_shard(job):
         raise UserError(f"{path}: expected a JSON list of objects with a 'story' text, found: {error!r}") from None
     if not stories:
         raise UserError(f"{path}: no stories, expected at least one: remove the file")
-    random.Random(1337 + shard).shuffle(stories)
+    random.Random(1337 + max(0, shard - 1)).shuffle(stories)
     tokens = array.array("H")
     for story in stories:
         tokens.append(encoding.eot_token)

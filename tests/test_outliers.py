@@ -21,7 +21,7 @@ def test_z_scores_are_those_of_the_last_values():
     rng, recent, last = np.random.default_rng(0), np.zeros(2, RECENT), collections.deque(maxlen=WINDOW)
     for i, x in enumerate(rng.standard_normal(400).astype(np.float32)):
         last.append(float(x))
-        expected = (x - np.mean(last)) / np.std(last) if len(last) == WINDOW else 0.0
+        expected = (x - np.mean(last)) / np.std(last) if i >= WINDOW else 0.0  # as llm.c, from the 129th on
         assert abs(z_score(recent[LOSS], x) - expected) < 1e-6
         if i in (5, 300):
             recent = read_recent(json.loads(json.dumps(notes_on(recent))))
