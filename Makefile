@@ -56,10 +56,10 @@ train: $(ENVIRONMENT) data/pyprose_train.bin
 
 test: $(ENVIRONMENT)
 	$(PYTHON) -m ruff check -q
-	$(PYTHON) -m pytest -q -n auto --maxprocesses 8 --dist worksteal
+	$(PYTHON) -m pytest -q -n auto --maxprocesses 12 --dist worksteal
 
 test-gpu: $(ENVIRONMENT)
-	$(PYTHON) -m pytest -q -n auto --maxprocesses 8 --dist worksteal --every-case
+	$(PYTHON) -m pytest -q -n auto --maxprocesses 12 --dist worksteal --every-case
 
 test-124M: $(ENVIRONMENT)
 	$(PYTHON) -m pytest -q -m large
