@@ -43,7 +43,7 @@ from llmc.tokenizer import write_tokenizer
 from train_gpt2 import Config
 
 ROOT = Path(__file__).parent.parent
-CASES = 6  # of each test that needs a GPU, spread over its list: sizes, precisions; --every-case runs all
+CASES = 4  # of each test that needs a GPU, spread over its list: sizes, precisions; --every-case runs all
 GPT2_124M = Config(maxT=1024, V=50257, L=12, NH=12, C=768, Vp=50304)
 SMALL = Config(maxT=32, V=257, L=2, NH=3, C=24, Vp=384)
 SMALL_HEADS = Config(maxT=64, V=257, L=2, NH=2, C=32, Vp=384)  # which the GPU's kernels take
