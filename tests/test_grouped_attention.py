@@ -116,8 +116,9 @@ def same_bits_twice(call):
     return first
 
 
-@pytest.mark.parametrize("fp8", (False, True))
-@pytest.mark.parametrize("NH, NKV, HS", ((12, 12, 64), (12, 4, 64), (24, 8, 128), (4, 4, 128)))
+@pytest.mark.parametrize("fp8", (True, pytest.param(False, marks=pytest.mark.large)))
+@pytest.mark.parametrize("NH, NKV, HS", ((12, 12, 64), (24, 8, 128), *(
+    pytest.param(*heads, marks=pytest.mark.large) for heads in ((12, 4, 64), (4, 4, 128)))))
 def test_nothing_spills_on_hopper(NH, NKV, HS, fp8):
     pytest.importorskip("cuda.core")
     file = attention_file(model(NH, NKV, HS), PRECISIONS["bf16"]._replace(fp8=fp8), "sm_90a")
