@@ -56,8 +56,8 @@ from llmc.huggingface import LLAMA_SIZES, TRANSPOSED, gpt2_slices, llama_slices,
 from llmc.resume import model_file, newest_checkpoint
 from llmc.sampler import end_of_text
 from llmc.tensors import allocate
-from llmc.tokenizer import FOLDER_FILES, read_tokenizer
-from llmc.vocabulary import EOT, HFEncoding, as_vocabulary, bytes_to_letters, load_encoding, reason, save_vocabulary
+from llmc.tokenizer import FOLDER_FILES
+from llmc.vocabulary import EOT, bytes_to_letters, load_encoding, load_vocabulary, reason, save_vocabulary
 from prepro.common import read_input
 from train_gpt2 import GPT2, Config
 from train_llama3 import Llama3, rope_table
@@ -280,6 +280,7 @@ def halves(weight, heads):
     return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape) if heads else weight
 
 
+@functools.cache
 def fetch_pretrained(repository):
     """Download OWNER/NAME to Hugging Face's cache (HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN work); return the folder."""
     files = ["model.safetensors"] if repository.startswith("openai-community/") else ["model*.safetensors*", "*.jinja",
@@ -294,8 +295,7 @@ def fetch_pretrained(repository):
                         " need none: python export_weights.py --model d12") from None
 
 
-GPT2_VOCABULARY = "vocab.json", "merges.txt", "tokenizer_config.json"  # transformers' files for it
-HF_VOCABULARY = *GPT2_VOCABULARY, "tokenizer.json", "tokenizer.bin"
+HF_VOCABULARY = "vocab.json", "merges.txt", "tokenizer_config.json", "tokenizer.json", "tokenizer.bin"
 
 
 def write_hf_folder(model, folder):
@@ -306,27 +306,21 @@ def write_hf_folder(model, folder):
     """
     model_path = model_file(model)
     architecture, config, params = load_any(model_path)
-    vocabulary = os.path.join(os.path.dirname(model_path), "tokenizer.bin")
-    tokenizer, tokenizer_files = None, {}
-    if os.path.lexists(vocabulary):
-        tokenizer = read_tokenizer(vocabulary)
-        tokenizer_files = our_tokenizer_files(config, tokenizer) | {"tokenizer.bin": read_input(vocabulary)}
-        if "tokenizer.json" not in tokenizer_files:  # the run may have started from a folder with one
-            beside = {name: os.path.join(os.path.dirname(vocabulary), name) for name in FOLDER_FILES}
-            tokenizer_files |= {name: read_input(path) for name, path in beside.items() if os.path.exists(path)}
-    elif config.V == VOCABULARIES["bytes"]:
-        tokenizer = as_vocabulary(load_encoding("bytes"))
+    tokenizer, tokenizer_files = load_vocabulary(model_path, config.V), {}
+    if tokenizer:
         tokenizer_files = our_tokenizer_files(config, tokenizer)
-    elif config.V != VOCABULARIES["gpt2"]:
-        print(f"warning: {vocabulary}: no such file: the folder gets no tokenizer", file=sys.stderr)
-    if config.V == VOCABULARIES["gpt2"]:
-        try:
-            tokenizer_files |= gpt2_tokenizer_files(config)
-        except UserError as error:
-            print(f"warning: no vocab.json and merges.txt: {error}", file=sys.stderr)
-    names = (*tokenizer_files, *(GPT2_VOCABULARY if config.V == VOCABULARIES["gpt2"] else ()))
+        if os.path.lexists(tokenizer.path):
+            tokenizer_files["tokenizer.bin"] = read_input(tokenizer.path)
+        if "tokenizer.json" not in tokenizer_files:  # the run may have started from a folder with one
+            beside = {name: tokenizer.path.removesuffix("tokenizer.bin") + name for name in FOLDER_FILES}
+            tokenizer_files |= {name: read_input(path) for name, path in beside.items() if os.path.exists(path)}
+        if "tokenizer.json" not in tokenizer_files and tokenizer.is_gpt2:
+            try:
+                tokenizer_files |= gpt2_tokenizer_files(config)
+            except UserError as error:
+                print(f"warning: no vocab.json and merges.txt: {error}", file=sys.stderr)
     others = [name for name in HF_VOCABULARY if os.path.lexists(path := os.path.join(folder, name))
-              and (name not in names or name in tokenizer_files and read_input(path) != tokenizer_files[name])]
+              and (name not in tokenizer_files or read_input(path) != tokenizer_files[name])]
     if others:
         raise UserError(f"{folder}: has another vocabulary's {', '.join(others)}: remove that, or name another folder")
     if newest_checkpoint(folder) is not None:
@@ -565,13 +559,22 @@ def print_iteration(iteration, loss, seconds):
     print(f"iteration {iteration}, loss: {loss:.6f}, time: {seconds * 1000:.3f} ms", flush=True)
 
 
-def vocabulary_of(model, config):
-    """Return the encoding of a Hugging Face folder, or the known one with V tokens; None if there is none or, with a
-    warning, if loading it fails."""
+def vocabulary_of(model, vocabulary, config, label):
+    """Return the encoding of --vocabulary for random weights, else GPT-2's for OpenAI's models, else that of the files
+    beside the model; None, with a warning, if there is none or loading it fails."""
     try:
-        if os.path.exists(os.path.join(model, "tokenizer.json")) and config.V not in VOCABULARIES.values():
-            return HFEncoding(os.path.join(model, "tokenizer.json"))
-        return next((load_encoding(name) for name, V in VOCABULARIES.items() if V == config.V), None)
+        if model in PRETRAINED or model in GPT2.SIZES or model in Llama3.SIZES:
+            return load_encoding("gpt2" if model in PRETRAINED else vocabulary)
+        model = model if os.path.exists(model) else fetch_pretrained(model)
+        found = load_vocabulary(model if os.path.exists(os.path.join(model, "config.json")) else model_file(model),
+                                config.V)
+        if not found:
+            return None
+        encoding = found.folder or SimpleNamespace(
+            eot_token=found.eot, n_vocab=len(found.tokens), decode=found.decode,
+            decode_single_token_bytes=found.tokens.__getitem__)
+        encoding.name = "gpt2" if found.is_gpt2 else label  # of the file, by which the programs find it
+        return encoding
     except UserError as error:
         print(f"warning: no tokenizer file: {error}", file=sys.stderr)
         return None
@@ -683,7 +686,7 @@ def main():
                   " vocabulary", file=sys.stderr)
     on = f", PyTorch {torch.__version__}, {torch.get_num_threads()} threads" if batch else ""
     print(f"model {args.model}: {config.describe()}{on}")
-    encoding = vocabulary_of(args.model, config)
+    encoding = vocabulary_of(args.model, args.vocabulary, config, label)
     if args.write_tensors:
         model = write_files(args, architecture, config, params, label, batch, encoding)
     else:

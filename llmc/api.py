@@ -112,10 +112,8 @@ class Model:
         self.check([text], [text])
         return np.array(text, np.int32)
 
-    # -- batches: inputs, targets (B, T) integer ids
-
     def losses(self, inputs, targets):
-        """The losses (B, T) of the targets."""
+        """The losses (B, T) of the targets; inputs, targets (B, T), here and below: integer ids."""
         self.batch = None
         self.make_room(*self.check(inputs, targets))
         return self.model.losses(np.asarray(inputs), np.asarray(targets))

@@ -2,6 +2,7 @@
 tokenize text files, prepro/ loads an encoding; programs that use a model load its Vocabulary."""
 
 import functools
+import hashlib
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from llmc.files import open_input, replacing
 from llmc.tokenizer import FOLDER_FILES, Tokenizer, read_tokenizer, write_tokenizer
 
 EOT = "<|endoftext|>"
-KNOWN = {50257: "gpt2", 257: "bytes"}  # V -> the vocabulary, where no file says it
+GPT2_SHA256 = "f2da4ff514c07861464f0fa0120eca6a6137f0008fa0c43209b6b796c32fab99"  # of GPT-2's tokens in a row
 
 
 class PlainEncoding:
@@ -149,7 +150,7 @@ def save_vocabulary(path, encoding, version=2):
 
 @dataclass
 class Vocabulary(Tokenizer):
-    """A tokenizer that can encode: one of tokenizer.bin's kinds, told by its tokens, or that of a folder."""
+    """A tokenizer that can encode: of bytes, characters or GPT-2's tokens, as its tokens show, or that of a folder."""
 
     folder: HFEncoding | None = field(default=None, compare=False)
 
@@ -185,56 +186,57 @@ class Vocabulary(Tokenizer):
         return {token: id for id, token in enumerate(self.tokens)}
 
     @functools.cached_property
+    def is_plain(self):
+        """Whether each token, but for end of text, is a byte or a character."""
+        return all(len(token) == 1 or len(token.decode(errors="surrogateescape")) == 1
+                   for id, token in enumerate(self.tokens) if id != self.eot)
+
+    @functools.cached_property
+    def is_gpt2(self):
+        return hashlib.sha256(b"".join(self.tokens)).hexdigest() == GPT2_SHA256
+
+    @functools.cached_property
     def gpt2(self):
-        """The tiktoken.Encoding of GPT-2's tokens, whose ids are the order of its merges; None for other vocabularies.
-        Raises UserError for a vocabulary of its size without all bytes, or with the same token twice."""
-        if KNOWN.get(len(self.tokens)) != "gpt2":
+        """The tiktoken.Encoding of GPT-2's tokens, whose ids are the order of its merges; None for plain ones."""
+        if self.is_plain:
             return None
-        ranks = {token: id for token, id in self.ids.items() if id != self.eot}
-        if len(ranks) != len(self.tokens) - 1 or not all(bytes([byte]) in ranks for byte in range(256)):
-            raise UserError(f"{self.path}: not GPT-2's vocabulary: pass --prompt_ids")
+        if not self.is_gpt2:
+            raise UserError(f"{self.path}: not GPT-2's vocabulary, no tokenizer.json beside it: pass --prompt_ids")
         tiktoken = import_package("tiktoken", "GPT-2's vocabulary")
         from tiktoken_ext.openai_public import r50k_pat_str
 
+        ranks = {token: id for token, id in self.ids.items() if id != self.eot}
         return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={EOT: self.eot})
 
 
-def as_vocabulary(encoding):
-    """Return the Vocabulary of an encoding."""
+def as_vocabulary(encoding, V=0):
+    """Return the Vocabulary of an encoding, with U+FFFD for what rows a model of V tokens has beyond it."""
     folder = encoding if isinstance(encoding, HFEncoding) else None
     path = f"{folder.prefix}tokenizer.bin" if folder else ""  # which would be beside its files
-    tokens = [encoding.decode_single_token_bytes(id) for id in range(encoding.n_vocab)]
+    tokens = [*map(encoding.decode_single_token_bytes, range(V or encoding.n_vocab))]
     return Vocabulary(tokens, encoding.eot_token, path, folder)
 
 
 def load_vocabulary(model, V, path=None):
     """Return the Vocabulary of a model with V tokens; None, with a warning, if there is none. It is read from the file
     `path`; else from beside the model: the NAME_tokenizer.bin of export_weights.py, a run's tokenizer.bin, a Hugging
-    Face folder's tokenizer.json or, if V is GPT-2's, gpt2_tokenizer.bin; else V tells whether it is GPT-2's or bytes.
-    Raises UserError for a file of another size."""
+    Face folder's tokenizer.json or, if of V tokens, gpt2_tokenizer.bin or bytes_tokenizer.bin."""
     directory = model if os.path.isdir(model) else os.path.dirname(model)
     label = re.sub(r"^(gpt2|llama3)_|(_bf16)?\.bin$", "", os.path.basename(model))
-    beside = [os.path.join(directory, f"{name}tokenizer.bin") for name in (f"{label}_", "", "gpt2_")]
-    path = path or next(filter(os.path.lexists, beside if KNOWN.get(V) == "gpt2" else beside[:2]), None)
-    encodes = f"{os.fspath(path or beside[1]).removesuffix('tokenizer.bin')}tokenizer.json"
-    has_folder = V not in KNOWN and os.path.exists(encodes)
-    if path:
-        found = read_tokenizer(path)
-        if len(found.tokens) != V:
-            raise UserError(f"{path}: {len(found.tokens)} tokens, but the model has V={V}: pass --tokenizer FILE")
-        plain = all(len(token) <= 4 for id, token in enumerate(found.tokens) if id != found.eot)  # bytes or characters
-        folder = HFEncoding(encodes, found.eot) if has_folder and not plain else None
-        return Vocabulary(found.tokens, found.eot, path, folder)
-    if has_folder:
+    named, own, *shared = (os.path.join(directory, f"{of}tokenizer.bin") for of in (f"{label}_", "", "gpt2_", "bytes_"))
+    path = path or next(filter(os.path.lexists, (named, own)), None)
+    encodes = f"{os.fspath(path or own).removesuffix('tokenizer.bin')}tokenizer.json"
+    if not path and os.path.exists(encodes):
         encoding = HFEncoding(encodes)
         if encoding.n_vocab > V:
             raise UserError(f"{encodes}: {encoding.n_vocab} tokens, but the model has V={V}")
-        encoding.n_vocab = V
-        return as_vocabulary(encoding)
-    if V in KNOWN:
-        try:
-            return as_vocabulary(load_encoding(KNOWN[V]))
-        except UserError as error:
-            print(f"warning: {error}", file=sys.stderr)
-    print(f"warning: {beside[0]}: no such file: tokens are printed as ids; pass --tokenizer FILE", file=sys.stderr)
-    return None
+        return as_vocabulary(encoding, V)
+    path = path or next((path for path in filter(os.path.lexists, shared) if len(read_tokenizer(path).tokens) == V), "")
+    if not path:
+        print(f"warning: {own}: no such file: tokens are printed as ids; pass --tokenizer FILE", file=sys.stderr)
+        return None
+    found = Vocabulary(*vars(read_tokenizer(path)).values())
+    if len(found.tokens) != V:
+        raise UserError(f"{path}: {len(found.tokens)} tokens, but the model has V={V}: pass --tokenizer FILE")
+    found.folder = HFEncoding(encodes, found.eot) if os.path.exists(encodes) and not found.is_plain else None
+    return found

@@ -21,7 +21,7 @@ from llmc.tensors import bf16_bits, bf16_to_float32, flat
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from llmc.debugstate import read_debug_state
 from train_gpt2 import Config, GPT2, random_model
-from llmc.vocabulary import EOT, load_encoding, save_vocabulary
+from llmc.vocabulary import EOT, load_encoding, load_vocabulary, save_vocabulary
 
 transformers = pytest.importorskip("transformers")
 
@@ -131,13 +131,33 @@ def test_export_with_a_tokenizer(tmp_path, run_here, vocabulary_here, vocabulary
     run_here(e, "--to_hf", model, tmp_path / "bad",
              fails=[f"tokenizer.bin: {config.V - 1} tokens, but the model has V={config.V}"])
     assert not (tmp_path / "bad").exists()
-    if vocabulary != "chars":  # V says so
-        (tmp_path / "tokenizer.bin").unlink()
-        run_here(e, "--to_hf", model, tmp_path / "known")
-        known = transformers.AutoTokenizer.from_pretrained(tmp_path / "known")
-        assert known.encode(f"{text}{EOT}") == [*ids, encoding.eot_token]
-        config = transformers.GPT2Config.from_pretrained(tmp_path / "known")
-        assert config.bos_token_id == config.eos_token_id == encoding.eot_token
+    (tmp_path / "tokenizer.bin").unlink()  # V does not say which it is
+    assert "tokenizer.bin: no such file" in run_here(e, "--to_hf", model, tmp_path / "none").stderr
+    assert sorted(os.listdir(tmp_path / "none")) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("V", (50257, 257))
+def test_a_vocabulary_is_what_its_folder_says(tmp_path, run_here, V):
+    """Not GPT-2's, nor bytes, because of its size: from the folder through a .bin file to a folder."""
+    letters = [*e.bytes_to_letters().values()]
+    words = {token: id for id, token in enumerate([EOT, *letters[:V - 2], "Th"])} if V == 257 else {
+        token: id for id, token in enumerate([EOT, *letters, "Th", *(f"zq{id:05d}" for id in range(258, V))])}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    special = {"id": 0, "content": EOT, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+               "special": True}
+    model = hf_model(V)
+    model.config.eos_token_id = model.config.bos_token_id = model.generation_config.eos_token_id = 0
+    model.save_pretrained(tmp_path / "own")
+    (tmp_path / "own" / "tokenizer.json").write_text(json.dumps({
+        "version": "1.0", "added_tokens": [special], "pre_tokenizer": byte_level, "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": words, "merges": ["T h"]}}))
+    right = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "own" / "tokenizer.json")).encode("The")
+    run_here(e, "--model", tmp_path / "own", "--output_dir", tmp_path / "out", "--debug_state", 0)
+    run_here(e, "--to_hf", tmp_path / "out" / "gpt2_own.bin", tmp_path / "again")
+    for path in (tmp_path / "own", tmp_path / "out" / "gpt2_own.bin", tmp_path / "again"):
+        found = load_vocabulary(str(path), V)
+        assert found.encode("The") == right and found.tokens[right[0]] == b"Th" and found.stops == {0}
+    assert not (tmp_path / "again" / "vocab.json").exists() and (tmp_path / "again" / "tokenizer.json").exists()
 
 
 def test_pretrained_from_a_hub_then_from_its_cache(tmp_path, run_here, use_hub):
