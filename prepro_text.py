@@ -194,6 +194,7 @@ def load_any(vocabulary, characters=""):
     if not os.path.exists(of_run) or os.path.exists(os.path.join(vocabulary, "tokenizer.json")):
         return load_encoding(vocabulary, characters)
     run = Vocabulary(*vars(read_tokenizer(of_run)).values())
+    run.encode("")  # raises UserError for tokens that cannot encode, of another model's vocabulary without its files
     return PlainEncoding("run", run.tokens[:-1], run.encode)
 
 

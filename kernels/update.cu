@@ -190,7 +190,7 @@ prepare_update(Control* control, Report* reports, const float* losses, const flo
     float loss = losses[0];
     for (int i = 1; i < micro_steps; i++) loss += losses[i];
     const float learning_rate = __int_as_float(batch[0]);
-    if (!isfinite(loss) || !isfinite(norm) && !skip_norm) control->halted = 1;  // with it, the update is skipped
+    if (!isfinite(loss) || !isfinite(norm) && !skip_norm) control->halted = 1;  // with skip_norm: an outlier
     if (!control->halted) control->step += 1;
     const double correction2 = sqrt(1.0 - pow(beta2, double(control->step)));
     control->rate = learning_rate * correction2 / (1.0 - pow(beta1, double(control->step)));

@@ -113,7 +113,7 @@ class Model:
         return np.array(text, np.int32)
 
     def losses(self, inputs, targets):
-        """The losses (B, T) of the targets; inputs, targets (B, T), here and below: integer ids."""
+        """The losses (B, T) of the targets. Here and below, inputs and targets are integer ids (B, T)."""
         self.batch = None
         self.make_room(*self.check(inputs, targets))
         return self.model.losses(np.asarray(inputs), np.asarray(targets))
