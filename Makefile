@@ -54,6 +54,8 @@ train: $(ENVIRONMENT) data/pyprose_train.bin
 	@echo "its losses:    $(PYTHON) dev/plot_log.py $(RUN)      (a picture; needs matplotlib)"
 	@echo "train longer:  make train RUN=runs/second STEPS=5000  (Ctrl-C stops it; the same command goes on)"
 
+# The processes share the cores; two threads in each, so that some work is split.
+test test-gpu: export OMP_NUM_THREADS := 2
 test: $(ENVIRONMENT)
 	$(PYTHON) -m ruff check -q
 	$(PYTHON) -m pytest -q -n auto --maxprocesses 12 --dist worksteal

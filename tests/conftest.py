@@ -61,10 +61,12 @@ def needs_gpu(item):
 
 
 @pytest.fixture(autouse=True)
-def left_after_a_test():
-    """The streams that on_stream has entered."""
+def left_after_a_test(request):
+    """The streams that on_stream has entered, and CuPy's unused memory, which other processes of a test run need."""
     with contextlib.ExitStack() as on_stream.entered:
         yield
+    if needs_gpu(request.node):
+        device.cp.get_default_memory_pool().free_all_blocks()
 
 
 def on_stream(device):
@@ -86,25 +88,23 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)  # of those that -k and -m have left
 def pytest_collection_modifyitems(config, items):
-    needing = list(filter(needs_gpu, items))
+    def leave_out(group):
+        items[:] = [item for item in items if item not in group]
+        config.hook.pytest_deselected(items=group)
+
     if not config.getoption("--every-case") and not config.option.keyword:
         cases = collections.defaultdict(list)
-        for item in needing:
+        for item in filter(needs_gpu, items):
             cases[item.nodeid.split("[")[0] if item.path.name != "test_gpt2.py" else item].append(item)
         needed = {item for group in cases.values() for item in group[:: -(-len(group) // CASES)]}
-        others = [item for item in needing if item not in needed]
-        items[:] = [item for item in items if item not in set(others)]
-        config.hook.pytest_deselected(items=others)
-        needing = [item for item in needing if item in needed]
+        leave_out({*filter(needs_gpu, items)} - needed)
     try:
-        if needing:
+        if needing := {*filter(needs_gpu, items)}:
             device.open_gpu()
     except UserError as error:
-        items[:] = [item for item in items if item not in set(needing)]
-        config.hook.pytest_deselected(items=needing)
-        reason = re.split("[:;] ", str(error))[0]
+        leave_out(needing)
         output = getattr(config, "workeroutput", vars(config))  # of one of pytest-xdist's processes, or the only one
-        output["without_gpu"] = f"GPU: {len(needing)} tests need one and did not run ({reason})"
+        output["without_gpu"] = f"GPU: {len(needing)} tests need one, did not run ({re.split('[:;] ', str(error))[0]})"
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
@@ -195,8 +195,7 @@ def heads(workplace):
 @pytest.fixture
 def vocabulary_here(monkeypatch):
     """tiktoken has GPT-2's vocabulary with no network, in all processes; or a skipped test."""
-    for directory in (os.environ.get("TIKTOKEN_CACHE_DIR", ""), os.path.join(tempfile.gettempdir(), "data-gym-cache"),
-                      str(ROOT.parent / "shared" / "data" / "tiktoken_cache")):
+    for directory in (os.environ.get("TIKTOKEN_CACHE_DIR", ""), os.path.join(tempfile.gettempdir(), "data-gym-cache")):
         if os.path.exists(os.path.join(directory, "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")):
             return monkeypatch.setenv("TIKTOKEN_CACHE_DIR", directory)
     pytest.skip("GPT-2's vocabulary is neither in TIKTOKEN_CACHE_DIR nor in tiktoken's own cache")
@@ -205,9 +204,8 @@ def vocabulary_here(monkeypatch):
 @pytest.fixture(scope="session")
 def tiny_shakespeare():
     """The path of the text, or a skipped test."""
-    for path in (ROOT / "data" / "tiny_shakespeare.txt", ROOT.parent / "shared" / "data" / "tiny_shakespeare.txt"):
-        if path.exists():
-            return path
+    if (path := ROOT / "data" / "tiny_shakespeare.txt").exists():
+        return path
     pytest.skip("tiny_shakespeare.txt is not in data/: run python prepro_tinyshakespeare.py once")
 
 

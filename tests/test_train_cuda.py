@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import math
 import os
 import re
@@ -373,6 +374,7 @@ def test_graph_launches_recomputation_and_a_resume_give_the_same_bits(gpu_workpl
 def test_memory_in_use_does_not_grow(gpu_workplace, gpu, dtype):
     """From the second step to the last, with validation, samples and checkpoints between them: no allocation in CuPy's
     pool, nor beside it but by the first sample, whose graph is made then."""
+    gc.collect()  # what earlier tests left is not freed meanwhile
     config, params = read_model("gpt2_124M.bin", GPT2)
     settings = cuda.resolve_auto(cuda.CudaSettings(B=2, T=24, steps=30, dtype=dtype), gpu.arch)
     trainer = open_trainer(cuda.GPT2, gpu, config, params, settings)
