@@ -39,8 +39,7 @@ from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.progress import print_table
 from llmc.resume import model_file, newest_checkpoint, notes_of
 from llmc.tensors import table_bytes
-from llmc.api import load_model, on_gpu
-from llmc.vocabulary import load_vocabulary
+from llmc.api import load_model, load_with_vocabulary, on_gpu
 from prepro.common import progress_bar
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -232,16 +231,17 @@ def data_of_run(model):
 
 def evaluate(args):
     """Run the evaluations of `args`; returns the results as a dict."""
-    architecture, config, params = load_model(args.model)
+    if hasattr(args, "data"):
+        architecture, config, params, tokenizer = load_with_vocabulary(args.model, getattr(args, "tokenizer", None))
+    else:  # HellaSwag's examples are ids
+        (architecture, config, params), tokenizer = load_model(args.model), None
     T = min(args.context, config.maxT)
     if T < 2:
         raise UserError(f"{args.model}: its longest sequence is one token, expected at least 2, to predict one from the"
                         " other")
     stride, files, examples = min(args.stride or T // 2, T), [], []
-    tokenizer = None
     if hasattr(args, "data"):
         files = open_files(args.data, config.V, args.tokens)
-        tokenizer = load_vocabulary(args.model, config.V, getattr(args, "tokenizer", None))
     if hasattr(args, "hellaswag"):
         hint = "pass --context" if T < config.maxT else "this is the model's longest sequence: train one with -t"
         examples = load_examples(args.hellaswag, config.V, T, args.examples, hint)

@@ -46,8 +46,8 @@ except ImportError as error:
     sys.exit(f"export_weights.py: error: {error.name} cannot be imported: pip install -r requirements.txt")
 
 from llmc import huggingface
-from llmc.api import load_model as load_any
-from llmc.checkpoint import write_model
+from llmc.api import load_model as load_any, load_with_vocabulary
+from llmc.checkpoint import without_padding, write_model
 from llmc.dataloader import open_tokens
 from llmc.debugstate import DebugState, fingerprint, write_debug_state
 from llmc.errors import Parser, UserError, run_main
@@ -57,7 +57,7 @@ from llmc.resume import model_file, newest_checkpoint
 from llmc.sampler import end_of_text
 from llmc.tensors import allocate
 from llmc.tokenizer import FOLDER_FILES
-from llmc.vocabulary import EOT, bytes_to_letters, load_encoding, load_vocabulary, reason, save_vocabulary
+from llmc.vocabulary import EOT, bytes_to_letters, load_vocabulary, open_vocabulary, reason, save_vocabulary
 from prepro.common import read_input
 from train_gpt2 import GPT2, Config
 from train_llama3 import Llama3, rope_table
@@ -305,8 +305,7 @@ def write_hf_folder(model, folder):
     model: a .bin file, or the directory of a run.
     """
     model_path = model_file(model)
-    architecture, config, params = load_any(model_path)
-    tokenizer, tokenizer_files = load_vocabulary(model_path, config.V), {}
+    (architecture, config, params, tokenizer), tokenizer_files = load_with_vocabulary(model_path), {}
     if tokenizer:
         tokenizer_files = our_tokenizer_files(config, tokenizer)
         if os.path.lexists(tokenizer.path):
@@ -375,9 +374,6 @@ def our_tokenizer_files(config, tokenizer):
 
     A vocabulary of bytes or characters becomes a byte-pair encoding without merges; any other gives {}.
     """
-    if len(tokenizer.tokens) != config.V:
-        raise UserError(f"{tokenizer.path}: {len(tokenizer.tokens)} tokens, but the model has V={config.V}: put the"
-                        " model's vocabulary there, or nothing")
     ids = {token: id for id, token in enumerate(tokenizer.tokens) if id != tokenizer.eot}
     letters = {token: token.decode(errors="replace") for token in ids}
     byte_level, decoder = None, {"type": "Fuse"}
@@ -404,7 +400,7 @@ def our_tokenizer_files(config, tokenizer):
 
 def gpt2_tokenizer_files(config):
     """Return {name: content} of vocab.json, merges.txt and tokenizer_config.json, from tiktoken's files for GPT-2."""
-    load_encoding("gpt2")  # downloads both, or explains why it can't
+    open_vocabulary("gpt2")  # downloads both, or explains why it can't
     source = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
     settings = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": config.maxT, "eos_token": "<|endoftext|>",
                 "bos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
@@ -498,16 +494,16 @@ def make_debug_state(config, params, x, y, iterations, report=None):
     return state, model
 
 
-def write_files(args, architecture, config, params, label, batch, encoding):
+def write_files(args, architecture, config, params, label, batch, vocabulary):
     """Write the models, the tokenizer and, if `batch` is not None, the debug state; returns the model trained on the
     batch, or None."""
     versions, family = VERSIONS[args.llmc], "llama3" if architecture is Llama3 else "gpt2"
     if label == "tokenizer":
         raise UserError(f"--model {args.model}: its weights would be gpt2_tokenizer.bin, as GPT-2's vocabulary is:"
                         " rename it")
-    if encoding and versions.tokenizer == 1 and encoding.eot_token != VOCABULARIES["gpt2"] - 1:
+    if vocabulary and versions.tokenizer == 1 and vocabulary.eot != VOCABULARIES["gpt2"] - 1:
         raise UserError(f"--llmc {args.llmc}: that program expects end of text at token 50256, which is"
-                        f" {encoding.eot_token} in this vocabulary: leave --llmc out, or use GPT-2's vocabulary")
+                        f" {vocabulary.eot} in this vocabulary: leave --llmc out, or use GPT-2's vocabulary")
     prefix = os.path.join(args.output_dir, f"{family}_{label}")
     models = {f"{prefix}.bin": versions.model, f"{prefix}_bf16.bin": versions.bf16_model}
     models = {path: version for path, version in models.items() if version}
@@ -522,9 +518,9 @@ def write_files(args, architecture, config, params, label, batch, encoding):
         state, model = make_debug_state(config, params, *batch, args.num_iterations, print_iteration)
         write_debug_state(state_path, config, state, 3 if architecture is Llama3 else versions.debug_state)
         written.append(state_path)
-    if encoding:
-        written.append(os.path.join(args.output_dir, f"{encoding.name}_tokenizer.bin"))
-        save_vocabulary(written[-1], encoding, versions.tokenizer)
+    if vocabulary:
+        written.append(os.path.join(args.output_dir, f"{vocabulary.name}_tokenizer.bin"))
+        save_vocabulary(written[-1], vocabulary, versions.tokenizer)
     for path in written:
         print(f"wrote {path}")
     return model
@@ -560,31 +556,30 @@ def print_iteration(iteration, loss, seconds):
 
 
 def vocabulary_of(model, vocabulary, config, label):
-    """Return the encoding of --vocabulary for random weights, else GPT-2's for OpenAI's models, else that of the files
-    beside the model; None, with a warning, if there is none or loading it fails."""
+    """Return that of --vocabulary for random weights, else GPT-2's for OpenAI's models, else that of the files beside
+    the model; None, with a warning, if there is none or loading it fails. Its file is found by its `name`."""
     try:
         if model in PRETRAINED or model in GPT2.SIZES or model in Llama3.SIZES:
-            return load_encoding("gpt2" if model in PRETRAINED else vocabulary)
-        model = model if os.path.exists(model) else fetch_pretrained(model)
-        found = load_vocabulary(model if os.path.exists(os.path.join(model, "config.json")) else model_file(model),
-                                config.V)
-        if not found:
-            return None
-        encoding = found.folder or SimpleNamespace(
-            eot_token=found.eot, n_vocab=len(found.tokens), decode=found.decode,
-            decode_single_token_bytes=found.tokens.__getitem__)
-        encoding.name = "gpt2" if found.is_gpt2 else label  # of the file, by which the programs find it
-        return encoding
+            label = "gpt2" if model in PRETRAINED else vocabulary
+            found = open_vocabulary(label)
+        else:
+            model = model if os.path.exists(model) else fetch_pretrained(model)
+            found = load_vocabulary(model if os.path.exists(os.path.join(model, "config.json")) else model_file(model),
+                                    config.V)
+        if found:
+            found.check_file()
+            found.name = "gpt2" if found.is_gpt2 else label
+        return found
     except UserError as error:
         print(f"warning: no tokenizer file: {error}", file=sys.stderr)
         return None
 
 
-def print_sample(model, encoding):
+def print_sample(model, vocabulary):
     device = next(model.parameters()).device
-    start = torch.full((1, 1), encoding.eot_token, device=device)
+    start = torch.full((1, 1), vocabulary.eot, device=device)
     tokens = generate(model, start, 32, torch.Generator(device).manual_seed(42))
-    print(f"generating:\n---\n{encoding.decode(tokens[0, 1:].tolist())}\n---")
+    print(f"generating:\n---\n{vocabulary.decode(tokens[0, 1:].tolist())}\n---")
 
 
 def choose_device(name):
@@ -673,6 +668,9 @@ def main():
     B, T = args.batch_size, getattr(args, "sequence_length", min(64, config.maxT))
     if T > config.maxT:
         raise UserError(f"--sequence_length {T}: the model's longest sequence is {config.maxT}")
+    vocabulary = vocabulary_of(args.model, args.vocabulary, config, label)
+    if vocabulary:
+        config = without_padding(config, params, len(vocabulary.tokens))
     batch, given = None, getattr(args, "debug_state", None)
     if architecture is Llama3 and args.llmc != "today":
         raise UserError(f"--llmc {args.llmc}: it reads no Llama 3: leave --llmc out")
@@ -686,13 +684,12 @@ def main():
                   " vocabulary", file=sys.stderr)
     on = f", PyTorch {torch.__version__}, {torch.get_num_threads()} threads" if batch else ""
     print(f"model {args.model}: {config.describe()}{on}")
-    encoding = vocabulary_of(args.model, args.vocabulary, config, label)
     if args.write_tensors:
-        model = write_files(args, architecture, config, params, label, batch, encoding)
+        model = write_files(args, architecture, config, params, label, batch, vocabulary)
     else:
         model = run_benchmark(args, config, params, *batch)
-    if encoding and model:
-        print_sample(model, encoding)
+    if vocabulary and model:
+        print_sample(model, vocabulary)
 
 
 if __name__ == "__main__":

@@ -20,19 +20,19 @@ import argparse
 import contextlib
 import itertools
 import json
-import math
 import os
 import sys
-import time
 import warnings
+from datetime import datetime
 
 import numpy as np
 
 from llmc.errors import Parser, UserError, describe, import_package, run_main
+from llmc.files import open_input
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.sampler import Choice, Random, Writer, end_of_text
-from llmc.api import load_model, on_gpu
-from llmc.vocabulary import load_vocabulary
+from llmc.api import check_numbers, load_with_vocabulary, on_gpu
+from llmc.vocabulary import Folder, read_object, valid
 
 # ----------------------------------------------------------------------------------------------------------------------
 # model and prompt
@@ -75,43 +75,76 @@ class Chat:
 
     def __init__(self, model, tokenizer):
         """Raises UserError unless the model's vocabulary is from a folder with a valid template."""
-        if tokenizer is None or tokenizer.folder is None:
+        if not isinstance(tokenizer, Folder):
             raise UserError(f"--chat: {model} has no tokenizer.json, which a Hugging Face folder has")
-        self.vocabulary, self.messages, self.names = tokenizer.folder, [], {}
+        self.vocabulary, self.messages, self.asked = tokenizer, [], []
+        settings, template = read_object(f"{tokenizer.prefix}tokenizer_config.json"), None
+        if os.path.lexists(beside := f"{tokenizer.prefix}chat_template.jinja"):
+            with open_input(beside, "mend or remove it") as f:
+                template = f.read().decode(errors="replace")
+        with self.errors_as_lines(f"{model} has no chat template in tokenizer_config.json or chat_template.jinja"):
+            template = settings.get("chat_template") if template is None else template
+            if isinstance(template, list):  # several, of which transformers takes one by its name
+                template = {named["name"]: named["template"] for named in template}
+            template = template.get("default") if isinstance(template, dict) else template
+            if not isinstance(template, str):
+                raise TypeError("expected a text, or several, one of them named 'default'")
+            tokens = {name: token.get("content") if isinstance(token, dict) else token
+                      for name, token in settings.items() if name.endswith("_token")}
+            self.names = {name: token for name, token in tokens.items() if token and isinstance(token, str)}
+            self.template = self.environment().from_string(template)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def errors_as_lines(what):
+        """Context manager: an error of a template, which may be of any type, becomes a UserError."""
         try:
-            with open(f"{tokenizer.folder.prefix}tokenizer_config.json", encoding="utf-8") as f:
-                settings = json.load(f)
-            beside = f"{tokenizer.folder.prefix}chat_template.jinja"
-            if os.path.exists(beside):
-                with open(beside, encoding="utf-8") as f:
-                    settings["chat_template"] = f.read()
-            for name in ("bos_token", "eos_token"):
-                token = settings.get(name) or ""
-                self.names[name] = token["content"] if isinstance(token, dict) else token
-            self.template = self.environment().from_string(settings["chat_template"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"--chat: {model} has no chat template in tokenizer_config.json ({error!r})") from None
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            line = f", line {error.lineno}" if hasattr(error, "lineno") else ""
+            text = str(getattr(error, "message", None) or error)  # the message of jinja2 is without the template's text
+            raise UserError(f"--chat: {what} ({type(error).__name__}{line}: {text})") from None
 
     @staticmethod
     def environment():
         """The sandbox that transformers renders templates in: a template cannot run code outside it."""
-        import_package("jinja2", "a chat template")
+        jinja2 = import_package("jinja2", "a chat template")
+        from jinja2.ext import Extension
         from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        class Generation(Extension):
+            """{% generation %}...{% endgeneration %}: marks answers for training, and renders what is inside."""
+
+            tags = {"generation"}
+
+            def parse(self, parser):
+                next(parser.stream)
+                return jinja2.nodes.Scope(parser.parse_statements(["name:endgeneration"], drop_needle=True))
 
         def raise_exception(message):
             raise UserError(f"--chat: the template says: {message}")
 
+        def tojson(value, ensure_ascii=False, indent=None, **options):  # separators, sort_keys
+            return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
         found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                              extensions=["jinja2.ext.loopcontrols"])
-        found.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-        found.globals |= {"raise_exception": raise_exception, "strftime_now": time.strftime}
+                                              extensions=[Generation, "jinja2.ext.loopcontrols"])
+        found.filters["tojson"] = tojson
+        found.globals |= {"raise_exception": raise_exception, "strftime_now": lambda how: datetime.now().strftime(how)}
         return found
 
     def ask(self, text):
         """The ids of the conversation with the user's next message, up to where the answer begins."""
-        self.messages.append({"role": "user", "content": text})
-        whole = self.template.render(messages=self.messages, add_generation_prompt=True, **self.names)
-        return self.vocabulary.encode(whole, begin=False)
+        self.asked = [*self.messages, {"role": "user", "content": valid(text)}]
+        with self.errors_as_lines("the chat template fails"):
+            whole = self.template.render(messages=self.asked, tools=None, documents=None, add_generation_prompt=True,
+                                         **self.names)
+            ids = self.vocabulary.encode(whole, begin=False)
+        if not ids:
+            raise UserError(f"--chat: the chat template makes {whole!r} of the message, which is no token")
+        return ids
 
     def listen(self, steps):
         """Yield the same steps, and remember the first sample's answer, even if it is interrupted."""
@@ -122,7 +155,8 @@ class Chat:
                 yield ids, logprobs
         finally:
             kept = [id for id in until(self.vocabulary.stops, answer) if id not in self.vocabulary.stops]
-            self.messages.append({"role": "assistant", "content": self.vocabulary.decode(kept).strip()})
+            answer = {"role": "assistant", "content": self.vocabulary.decode(kept).strip()}
+            self.messages = [*self.asked, answer]  # with the question, which is kept only if the template takes it
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -156,6 +190,7 @@ def until(stops, ids):
 def write(ids, tokenizer, stops):
     """Print ids as text, one at a time, without the tokens `stops`."""
     writer = Writer(tokenizer)
+    writer.left_out = b" " * getattr(tokenizer, "drops_space", False)
     for id in ids:
         if id not in stops:
             writer.write(id)
@@ -202,8 +237,8 @@ def print_json(steps, shown, tokenizer, stops):
         ids = list(until(stops, (int(new[b]) for new, _ in steps)))
         logprobs = [float(of_step[b]) for _, of_step in steps[: len(ids)]]
         text = None
-        if tokenizer:
-            text = tokenizer.decode(id for id in ids if id not in stops)
+        if tokenizer:  # with SentencePiece's first space, as it continues a prompt
+            text = b"".join(tokenizer.tokens[id] for id in ids if id not in stops).decode(errors="replace")
         print(json.dumps({"prompt_ids": shown, "ids": ids, "text": text, "logprobs": logprobs}))
 
 
@@ -247,35 +282,17 @@ def parse_arguments():
     args = parser.parse_args()
     if args.chat and not (args.interactive or hasattr(args, "prompt")):
         raise UserError("--chat: expected --prompt TEXT, or --interactive")
-    check(args, "")
+    check_numbers("--", **vars(args))
     return args
-
-
-def check(args, whence):
-    """Raise UserError for a value that is impossible, which comes from `whence`, or the command line."""
-    for name, kind, is_right, expected in (
-        ("tokens", int, lambda x: 1 <= x < 2**31, "1 to 2^31 - 1"),
-        ("samples", int, lambda x: 1 <= x < 2**16, "1 to 65535"),
-        ("temperature", int | float, lambda x: 0 <= x < math.inf, "0 or more, and finite"),
-        ("top_k", int, lambda x: x >= 0, "0 or more"),
-        ("top_p", int | float, lambda x: 0 < x <= 1, "more than 0, and at most 1"),
-        ("seed", int, lambda x: 1 <= x < 2**64, "1 to 2^64 - 1"),
-    ):
-        value = getattr(args, name, None)
-        if value is not None and not (isinstance(value, kind) and is_right(value)):
-            raise UserError(f"{whence or '--'}{name} {value}: expected {expected}")
 
 
 def complete(args, tokenizer):
     """Set what the command line leaves open of how tokens are drawn."""
     defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     if args.chat:
-        path, settings = f"{tokenizer.folder.prefix}generation_config.json", None
-        with contextlib.suppress(OSError, ValueError, RecursionError), open(path, encoding="utf-8") as f:
-            settings = json.load(f)
-        settings = settings if isinstance(settings, dict) else {}
-        found = {name: settings[name] for name in defaults if settings.get(name) is not None}
-        check(argparse.Namespace(**found), f"{path}: ")
+        path = f"{tokenizer.prefix}generation_config.json"
+        found = {name: value for name, value in read_object(path).items() if name in defaults and value is not None}
+        check_numbers(f"{path}: ", **found)
         defaults |= found or {"temperature": 0.2, "top_p": 0.9}
     for name, value in defaults.items():
         setattr(args, name, getattr(args, name, value))
@@ -287,8 +304,7 @@ def main():
     args = parse_arguments()
     if hasattr(sys.stdin, "reconfigure"):  # a test's has none
         sys.stdin.reconfigure(errors="surrogateescape")  # as in sys.argv: the input may not be UTF-8
-    architecture, config, params = load_model(args.model)
-    tokenizer = load_vocabulary(args.model, config.V, getattr(args, "tokenizer", None))
+    architecture, config, params, tokenizer = load_with_vocabulary(args.model, getattr(args, "tokenizer", None))
     try:
         decoder = make_decoder(architecture, config, params, args)
     except MemoryError as error:

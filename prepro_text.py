@@ -8,11 +8,11 @@ Your own text -> tokens: text, Markdown, code, JSON lines; files, folders, quote
         Saved the vocabulary of 50257 tokens to data/mine_tokenizer.bin
     python train_gpt2.py -e d4 -i data/mine -o runs/mine          # trains on it, from random weights
 
-A document is a file; in .jsonl files, and .json files of the same form, it is the --field of a line. Each document
-starts with an end-of-text token. Folders are read in sorted order, without hidden files and files that are not UTF-8
-text, which are named; links are followed, and each file is read once. A tenth of the tokens is for validation (at most
-32768 tokens; or --val_fraction), the rest for training, in shards if --shard_tokens is given: whole documents from all
-over the text, or of a text whose documents are too long for that, its end.
+A document is a file; in .jsonl files, and .json files of the same form, it is the --field of a line, and in a .json
+array of objects, that of each. An end-of-text token begins a document. Folders are read in sorted order, without hidden
+files and files that are not UTF-8 text, which are named; links are followed, and each file is read once. A tenth of the
+tokens is for validation (at most 32768; or --val_fraction), the rest for training, in shards if --shard_tokens is
+given: whole documents from all over the text, or of a text whose documents are too long for that, its end.
 
 The vocabulary is GPT-2's, or `bytes`, the 256 byte values, or `chars`, the characters of the text, as in nanoGPT's
 shakespeare_char, or `bpe:4096`, so many tokens made of the text, or that of a run, to train its model on. Several
@@ -38,22 +38,16 @@ import numpy as np
 from llmc.dataloader import find_files
 from llmc.errors import UserError, import_package, run_main
 from llmc.files import chunks, errors_of_writing, make_directory, open_input
-from llmc.tokenizer import read_tokenizer
-from llmc.vocabulary import EOT, PlainEncoding, Vocabulary, encode, load_encoding
-from prepro.common import (add_processes, add_val_fraction, check_not_written_over, check_processes, in_processes,
-                           make_parser, output_paths, progress_bar, save_files, save_tokens, val_tokens)
+from llmc.vocabulary import EOT, Folder, Letters, open_vocabulary
+from prepro.common import (HINT, NotText, add_processes, add_val_fraction, check_not_written_over, check_processes,
+                           in_processes, make_parser, output_paths, progress_bar, save_files, save_tokens, val_tokens)
 
-HINT = "pass files of text, or folders with them"
 VAL_TOKENS = 32768
 PIECE = 1 << 20  # bytes read at a time; also about how many characters are tokenized at a time
 TOKEN_ENDS = re.compile(r"\S[ \n]")  # a token ends between the two: inside tokens, whitespace follows only whitespace
 
 # ----------------------------------------------------------------------------------------------------------------------
 # files, documents, pieces
-
-
-class NotText(UserError):
-    """A file that is not UTF-8 text."""
 
 
 def find_texts(names):
@@ -100,7 +94,7 @@ def read_text(path, advance=None):
                 yield decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
                 byte = f.tell() - len(error.object) + error.start
-                raise NotText(f"{path}: not UTF-8 text (byte {byte}): iconv -f latin1 -t utf-8 makes it one") from None
+                raise NotText(path, f"byte {byte}", error.object) from None
             if advance:
                 advance(len(data))
 
@@ -117,52 +111,65 @@ def read_lines(texts):
     yield "".join(pieces)
 
 
-def parse_object(line):
-    """Return the JSON object of a line, or {} if it is not one."""
+def parse_object(text, begins=False):
+    """Return the JSON object that a text is, or begins with; {} if there is none."""
     try:
-        value = json.loads(line)
+        value, end = json.JSONDecoder().raw_decode(text := text.strip())
     except (ValueError, RecursionError):
         return {}
-    return value if isinstance(value, dict) else {}
+    return value if isinstance(value, dict) and (begins or end == len(text)) else {}
 
 
-def is_json_lines(path, field, found):
-    """Whether a file is read as JSON lines: .jsonl files are, and .json files whose first non-empty line is a
-    JSON object of at most 16 MB.
+def records_of(path, field, found):
+    """Return what a file's records are, "line" or "element", or None if it is plain text: lines of .jsonl files, and of
+    .json files whose first line is a JSON object of at most 16 MB; elements of .json files that are an array of such.
 
-    A .json file found in a folder must also have the field in that line. Other JSON is plain text.
+    A .json file found in a folder must also have the field in its first record. Other JSON is plain text.
     """
     if path.lower().endswith(".json"):
-        start = itertools.islice(read_text(path), 16)
-        first = parse_object(next(filter(str.strip, read_lines(start)), ""))
-        return field in first or bool(first) and not found
-    return path.lower().endswith(".jsonl")
+        start = "".join(itertools.islice(read_text(path), 16)).lstrip()
+        array = start.startswith("[")
+        first = parse_object(start[1:], begins=True) if array else parse_object(start.partition("\n")[0])
+        return ("element" if array else "line") if field in first or first and not found else None
+    return "line" if path.lower().endswith(".jsonl") else None
 
 
-def read_field(path, field, advance):
-    """Yield the document of each JSON line; raises UserError for a line without text in the field."""
-    for number, line in enumerate(read_lines(read_text(path, advance)), 1):
-        if not line.strip():
+def read_array(path, advance):
+    """Return the elements of a JSON array, which must fit in memory."""
+    try:
+        return json.loads("".join(read_text(path, advance)))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON ({error}): mend it, or name it .txt to read it as it is") from None
+
+
+def read_field(path, field, what, advance):
+    """Yield the document of each record, a line or an element; raises UserError for one without text in the field."""
+    records = read_array(path, advance) if what == "element" else read_lines(read_text(path, advance))
+    for number, record in enumerate(records, 1):
+        if isinstance(record, str) and not record.strip():
             continue
-        record = parse_object(line)
-        if not isinstance(record.get(field), str):
-            seen = f"text in {', '.join(key for key in record if isinstance(record[key], str)) or 'no field'}"
-            raise UserError(f"{path}:{number}: expected a JSON object with text in {field!r}, found"
-                            f" {f'{seen}: pass --field NAME' if record else f'{line[:40]!r}: mend or remove the line'}")
+        found, record = record, parse_object(record) if isinstance(record, str) else record
+        if not (isinstance(record, dict) and isinstance(record.get(field), str)):
+            seen = f"{str(found)[:40]!r}: mend or remove the {what}"
+            if record and isinstance(record, dict):
+                texts = ", ".join(key for key in record if isinstance(record[key], str))
+                seen = f"text in {texts or 'no field'} (of {', '.join(record)}): pass --field NAME"
+            where = f"{path}:{number}" if what == "line" else f"{path}: element {number}"
+            raise UserError(f"{where}: expected a JSON object with text in {field!r}, found {seen}")
         yield record[field].replace("\r\n", "\n").encode(errors="replace").decode()  # replace lone surrogates
 
 
-def documents(path, field, found, advance):
-    """Yield (whether a document begins here, text) for the documents of a file, long ones in pieces."""
-    if is_json_lines(path, field, found):
-        yield from ((True, text) for text in read_field(path, field, advance) if text)
+def documents(path, field, found, advance, whole=False):
+    """Yield (whether a document begins here, text) for the documents of a file, long ones in pieces unless `whole`."""
+    if records := records_of(path, field, found):
+        yield from ((True, text) for text in read_field(path, field, records, advance) if text)
         return
     begins, rest = True, ""
     for text in read_text(path, advance):
-        if found and "\0" in text:
-            raise NotText(f"{path}: contains a NUL character")
+        if "\0" in text and (found or NotText(path, "", b"\0").kind != "binary"):
+            raise NotText(path, "a NUL character", b"\0")
         rest += text
-        if len(rest) >= PIECE // 4:  # characters have up to 4 bytes
+        if len(rest) >= PIECE // 4 and not whole:  # characters have up to 4 bytes
             ends = [match.start() + 1 for match in TOKEN_ENDS.finditer(rest, max(0, len(rest) - 65536))]
             cut = ends[-1] if ends else len(rest)
             yield begins, rest[:cut]
@@ -171,11 +178,11 @@ def documents(path, field, found, advance):
         yield begins, rest
 
 
-def jobs(paths, field, advance):
+def jobs(paths, field, advance, whole):
     """Yield jobs: lists of the pairs of documents(), about PIECE characters each."""
     job, size = [], 0
     for path, found in paths.items():
-        for begins, text in documents(path, field, found, advance):
+        for begins, text in documents(path, field, found, advance, whole):
             job.append((begins, text))
             size += len(text)
             if size >= PIECE:
@@ -188,30 +195,19 @@ def jobs(paths, field, advance):
 # tokens
 
 
-def load_any(vocabulary, characters=""):
-    """As load_encoding, or the vocabulary of a run, whose last token ends a text."""
-    of_run = os.path.join(vocabulary, "tokenizer.bin")
-    if not os.path.exists(of_run) or os.path.exists(os.path.join(vocabulary, "tokenizer.json")):
-        return load_encoding(vocabulary, characters)
-    run = Vocabulary(*vars(read_tokenizer(of_run)).values())
-    run.encode("")  # raises UserError for tokens that cannot encode, of another model's vocabulary without its files
-    return PlainEncoding("run", run.tokens[:-1], run.encode)
-
-
 def prepare(lacking, *vocabulary):
     """Load the vocabulary in this process. lacking: characters that are left out of the text."""
-    global ENCODING, LACKING
-    ENCODING, LACKING = load_any(*vocabulary), dict.fromkeys(map(ord, lacking))
+    global VOCABULARY, LACKING
+    VOCABULARY, LACKING = open_vocabulary(*vocabulary), dict.fromkeys(map(ord, lacking))
 
 
-def has(encoding, letter):
+def has(vocabulary, letter):
     """Whether a vocabulary of characters, or of Hugging Face, can express a character."""
     try:
-        ids = encode(encoding, letter)
+        ids = vocabulary.encode(letter, begin=False)
     except UserError:
         return False
-    text = b"".join(map(encoding.decode_single_token_bytes, ids)).strip()
-    return bool(text) and getattr(encoding, "unknown", None) not in ids or letter.isspace()
+    return vocabulary.decode(ids).strip() != "" and vocabulary.unknown not in ids or letter.isspace()
 
 
 def make_bpe(size, texts, field, folder):
@@ -234,17 +230,13 @@ def tokenize(job):
     tokens = []
     for begins, text in job:
         if begins:
-            tokens.append(ENCODING.eot_token)
-        try:
-            tokens += encode(ENCODING, text.translate(LACKING) if LACKING else text, disallowed_special=())
-        except KeyError as error:  # of `chars`
-            raise UserError(f"the character {error} is new in the text: it has changed since it was read first: run"
-                            " this again") from None
-    return np.array(tokens, token_type(ENCODING))
+            tokens.append(VOCABULARY.eot)
+        tokens += VOCABULARY.encode(text.translate(LACKING) if LACKING else text, begin=False)
+    return np.array(tokens, token_type(VOCABULARY))
 
 
-def token_type(encoding):
-    return np.dtype("uint16" if encoding.n_vocab <= 1 << 16 else "int32")
+def token_type(vocabulary):
+    return np.dtype("uint16" if len(vocabulary.tokens) <= 1 << 16 else "int32")
 
 
 def survey(paths, args):
@@ -268,19 +260,12 @@ def survey(paths, args):
             except NotText as error:
                 if not found:
                     raise
-                left[path] = None if looks_binary(path) else error
+                left[path] = None if error.kind == "binary" else error
                 continue
             texts[path] = found
             count += begun
             characters.update(seen)
     return texts, count, characters, left
-
-
-def looks_binary(path):
-    """Whether a file that is not UTF-8 is no text in another encoding either: it has NUL, but no mark of UTF-16."""
-    with open_input(path, HINT) as f:
-        start = f.read(PIECE)
-    return b"\0" in start and start[:2] not in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def total_size(paths):
@@ -297,7 +282,7 @@ def main():
     parser.add_argument("--vocabulary", default="gpt2", metavar="NAME",
                         help="gpt2; bytes: the 256 byte values; chars: the characters of the text; bpe:N: at most N"
                         " tokens made of it; the directory of a run; or a Hugging Face folder: its tokenizer.json")
-    parser.add_argument("--field", metavar="NAME", default="text", help="field of a JSON line that has the text")
+    parser.add_argument("--field", metavar="NAME", default="text", help="field of a JSON object that has the text")
     parser.add_argument("--shard_tokens", type=int, metavar="N", default=argparse.SUPPRESS,
                         help="split the training tokens over shards, PREFIX_train_000000.bin and on, of at most N")
     add_processes(parser, "pieces of text")
@@ -312,19 +297,21 @@ def main():
     bpe = re.fullmatch(r"bpe:0*([1-9]\d{0,6})", args.vocabulary)
     if args.vocabulary.startswith("bpe:") and not (bpe and int(bpe[1]) >= 512):
         raise UserError(f"--vocabulary {args.vocabulary}: expected bpe:512 or more, such as bpe:4096")
-    encoding = None if bpe or args.vocabulary == "chars" else load_any(args.vocabulary)  # downloads GPT-2's once
+    known = None if bpe or args.vocabulary == "chars" else open_vocabulary(args.vocabulary)  # downloads GPT-2's once
     texts, count, characters, left = survey(paths, args)
     shards = [f"{args.output}_val_000000.bin", *training_shards(args.output)] if args.shard_tokens else []
     check_not_written_over(texts, output_paths(args.output) + shards)
     if not count:
-        raise UserError(f"{', '.join(args.inputs)}: no text in {number_of(len(paths), 'file')}")
-    binary, old = ([path for path, error in left.items() if (error is None) is wanted] for wanted in (True, False))
-    others = f"; skipped {number_of(hidden, 'hidden name')}, {number_of(len(binary), 'binary file')}"
-    print(f"{number_of(count, 'document')} in {number_of(len(texts), 'file')}{others if hidden or binary else ''}"
+        seen = next((f", such as {error or path}" for path, error in left.items()), "")
+        raise UserError(f"{', '.join(args.inputs)}: no text in {number_of(len(paths), 'file')}{seen}")
+    binary, others = [path for path, error in left.items() if not error], [*filter(None, left.values())]
+    skipped = f"; skipped {number_of(hidden, 'hidden name')}, {number_of(len(binary), 'binary file')}"
+    print(f"{number_of(count, 'document')} in {number_of(len(texts), 'file')}{skipped if hidden or binary else ''}"
           f"{f', such as {binary[0]}' if binary else ''}")
-    if old:
-        print(f"warning: {number_of(len(old), 'text')} left out, such as {left[old[0]]}", file=sys.stderr)
-    lacking = {letter for letter in characters if not has(encoding, letter)} if encoding else ()
+    for kind in dict.fromkeys(error.kind for error in others):
+        same = [error for error in others if error.kind == kind]
+        print(f"warning: {number_of(len(same), f'{kind} file')} left out, such as {same[0]}", file=sys.stderr)
+    lacking = {letter for letter in characters if not has(known, letter)} if known else ()
     if lacking:
         most = min(lacking, key=lambda letter: (-characters[letter], letter))
         print(f"warning: --vocabulary {args.vocabulary}: lacks {number_of(len(lacking), 'character')} of the text, such"
@@ -333,11 +320,11 @@ def main():
     with tempfile.TemporaryDirectory() as folder:  # of a vocabulary that is made here
         if bpe:
             make_bpe(int(bpe[1]), texts, args.field, folder)
-        vocabulary = folder if bpe else args.vocabulary, "".join(sorted(characters))
-        write(texts, lacking if type(encoding) is PlainEncoding else "", vocabulary, load_any(*vocabulary), args)
+        names = folder if bpe else args.vocabulary, "".join(sorted(characters))
+        write(texts, lacking if isinstance(known, Letters) else "", names, open_vocabulary(*names), args)
 
 
-def write(texts, lacking, vocabulary, encoding, args):
+def write(texts, lacking, names, vocabulary, args):
     """Tokenize the texts, and write what main() promises."""
     make_directory(os.path.dirname(args.output))
     size, output = total_size(texts), f"{args.output}_train.bin"
@@ -346,20 +333,20 @@ def write(texts, lacking, vocabulary, encoding, args):
         all_tokens = tempfile.TemporaryFile(dir=os.path.dirname(args.output) or ".")
     with all_tokens:
         with progress_bar(size, "tokenizing", "B") as advance:
-            for tokens in in_processes(tokenize, jobs(texts, args.field, advance), processes, prepare,
-                                       ("".join(sorted(lacking)), *vocabulary)):
+            for tokens in in_processes(tokenize, jobs(texts, args.field, advance, isinstance(vocabulary, Folder)),
+                                       processes, prepare, ("".join(sorted(lacking)), *names)):
                 with errors_of_writing(output):
                     all_tokens.write(tokens)
                     all_tokens.flush()
         if not all_tokens.tell():
             raise UserError("the text is empty now: did another program write to it just now?")
-        tokens = np.memmap(all_tokens, token_type(encoding), "r+")
-        train = len(tokens) - draw_to_the_end(tokens, encoding.eot_token, val_tokens(len(tokens), VAL_TOKENS, args))
+        tokens = np.memmap(all_tokens, token_type(vocabulary), "r+")
+        train = len(tokens) - draw_to_the_end(tokens, vocabulary.eot, val_tokens(len(tokens), VAL_TOKENS, args))
         val, train = tokens[train:], tokens[:train]
         if args.shard_tokens:
-            save_shards(val, train, encoding, args)
+            save_shards(val, train, vocabulary, args)
         else:
-            save_tokens(list(chunks(val)), list(chunks(train)), encoding, args)
+            save_tokens(list(chunks(val)), list(chunks(train)), vocabulary, args)
 
 
 def draw_to_the_end(tokens, eot, most):
@@ -372,7 +359,7 @@ def draw_to_the_end(tokens, eot, most):
     short = np.flatnonzero(lengths <= most // 4)
     order = short[np.argsort(short.astype(np.uint32) * np.uint32(2654435769), kind="stable")]
     drawn = np.sort(order[np.cumsum(lengths[order]) <= most])
-    if lengths[drawn].sum() < most // 2:
+    if lengths[drawn].sum() < max(1, most // 2):
         return most
     val = np.concatenate([tokens[starts[i] : starts[i] + lengths[i]] for i in drawn])
     end = starts[drawn[0]]
@@ -389,7 +376,7 @@ def training_shards(output):
     return sorted(glob.glob(f"{glob.escape(output)}_train_*.bin"))
 
 
-def save_shards(val, train, encoding, args):
+def save_shards(val, train, vocabulary, args):
     """Write PREFIX_val_000000.bin and the training shards, PREFIX_train_000000.bin and on, equal in size, at most
     --shard_tokens each."""
     shards = np.array_split(train, -(-len(train) // args.shard_tokens))
@@ -398,7 +385,7 @@ def save_shards(val, train, encoding, args):
         if path not in files:
             raise UserError(f"{path}: would be read as one of the {len(shards)} shards to be written: remove it,"
                             " or pass another --output")
-    save_files({f"{args.output}_val_000000.bin": list(chunks(val)), **files}, encoding, args)
+    save_files({f"{args.output}_val_000000.bin": list(chunks(val)), **files}, vocabulary, args)
 
 
 if __name__ == "__main__":

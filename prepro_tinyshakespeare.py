@@ -13,10 +13,10 @@ Each speech starts with an end-of-text token. The first 32768 tokens are for val
 
 import os
 
-from llmc.errors import UserError, run_main
-from llmc.vocabulary import EOT, encode, load_encoding
-from prepro.common import (add_val_fraction, check_not_written_over, download, make_parser, output_paths, read_input,
-                           save_split)
+from llmc.errors import run_main
+from llmc.vocabulary import open_vocabulary
+from prepro.common import (NotText, add_val_fraction, check_not_written_over, download, make_parser, output_paths,
+                           read_input, save_split)
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 MD5 = "6fb458f1232090904fb40fe944165e91"
@@ -38,10 +38,12 @@ def main():
     try:
         text = read_input(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
-    text = EOT + text.replace("\r\n", "\n").replace("\n\n", "\n\n" + EOT)
-    encoding = load_encoding("gpt2")
-    save_split(encode(encoding, text, allowed_special={EOT}), VAL_TOKENS, encoding, args)
+        raise NotText(path, f"byte {error.start}", error.object) from None
+    vocabulary, tokens = open_vocabulary("gpt2"), []
+    *speeches, last = text.replace("\r\n", "\n").split("\n\n")
+    for speech in [*(f"{speech}\n\n" for speech in speeches), last]:
+        tokens += [vocabulary.eot, *vocabulary.encode(speech)]
+    save_split(tokens, VAL_TOKENS, vocabulary, args)
 
 
 if __name__ == "__main__":

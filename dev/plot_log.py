@@ -20,7 +20,6 @@ import numpy as np
 
 from llmc.errors import UserError, import_package, run_main
 from llmc.files import open_input, replacing
-from llmc.logger import last_run
 
 LIGHT = "#ffffff #1f2328 #818b98 #0969da #d4590a #1a7f37 #8250df #bf3989 #b08800 #0f7f8c #59636e"  # page, ink, faint,
 DARK = "#0d1117 #f0f6fc #818b98 #4493f8 #f0883e #3fb950 #ab7df8 #db61a2 #d4a72c #39b8c6 #9198a1"  # then C0 to C7
@@ -28,14 +27,14 @@ EVENT = re.compile(r"s:(\d{1,10}) (trl|tel|eval):(\S+)")
 
 
 def read_log(path):
-    """Return {'trl': (steps, losses), 'tel': ...} of the last run in a log, or in that of a run's directory; raises
+    """Return {'trl': (steps, losses), 'tel': ...} of a log, or in that of a run's directory; raises
     UserError for any other file. Of a step that was logged again after a restart, the last loss counts."""
     path = os.path.join(path, "main.log") if os.path.isdir(path) else re.sub(r"(^|/)main\.csv$", r"\1main.log", path)
     with open_input(path, "make it with: python train_gpt2.py -o run.log") as f:
         data = f.read()
     lines = data[: data.rfind(b"\n") + 1].decode(errors="replace").splitlines()  # without one that was cut off
-    curves, first = {}, last_run(lines)
-    for number, line in enumerate(lines[first:], first + 1):
+    curves = {}
+    for number, line in enumerate(lines, 1):
         match = EVENT.match(line)
         try:
             curves.setdefault(match[2], {})[int(match[1])] = float(match[3])

@@ -7,18 +7,21 @@ A model from Python, on the CPU or a GPU: its loss, text from it, a training ste
 """
 
 import importlib
+import math
 import os
 import re
 import sys
+from numbers import Integral, Real
 
 import numpy as np
 
-from llmc.checkpoint import read_model, write_model
+from llmc.checkpoint import read_model, without_padding, write_model
 from llmc.errors import UserError
 from llmc.files import export_hint, make_directory, open_input
 from llmc.huggingface import read_hf_folder
 from llmc.resume import model_file
 from llmc.sampler import Choice, Random, draw, end_of_text
+from llmc.tensors import check_finite
 from llmc.threads import NUMPY_WAS_FIRST
 from llmc.tokenizer import keep_tokenizer
 from llmc.vocabulary import load_vocabulary
@@ -60,9 +63,33 @@ def load_model(path):
     return architecture, *read_model(path, architecture)
 
 
+def load_with_vocabulary(path, tokenizer=""):
+    """As load_model, and the Vocabulary, or None: of a file, or of those beside the model."""
+    architecture, config, params = load_model(path)
+    vocabulary = load_vocabulary(path, config.V, tokenizer)
+    if vocabulary:
+        config = without_padding(config, params, len(vocabulary.tokens))
+    return architecture, config, params, vocabulary
+
+
 def load(path, gpu=False, **options):
     """The Model, or GpuModel, of a run's directory, a .bin file or a Hugging Face folder, of any architecture."""
     return (GpuModel if gpu else Model)(path, **options)
+
+
+def check_numbers(whence, **values):
+    """Raise UserError, which begins with `whence`, for an impossible value; None is a default."""
+    for name, kind, is_right, expected in (
+        ("tokens", Integral, lambda x: 1 <= x < 2**31, "1 to 2^31 - 1"),
+        ("samples", Integral, lambda x: 1 <= x < 2**16, "1 to 65535"),
+        ("temperature", Real, lambda x: 0 <= x < math.inf, "0 or more, and finite"),
+        ("top_k", Integral, lambda x: x >= 0, "0 or more"),
+        ("top_p", Real, lambda x: 0 < x <= 1, "more than 0, and at most 1"),
+        ("seed", Integral, lambda x: 1 <= x < 2**64, "1 to 2^64 - 1"),
+        ("learning_rate", Real, lambda x: 0 <= x < math.inf, "0 or more, and finite"),
+    ):
+        if (value := values.get(name)) is not None and not (isinstance(value, kind) and is_right(value)):
+            raise UserError(f"{whence}{name} {value!r}: expected {expected}")
 
 
 class Model:
@@ -75,8 +102,7 @@ class Model:
         model; options: of AdamW, with the trainer's defaults. Raises UserError for files or options that are wrong."""
         if unknown := options.keys() - set(self.OPTIONS):
             raise UserError(f"{min(unknown)}: no such option: expected tokenizer, {', '.join(self.OPTIONS)}")
-        architecture, self.config, params = load_model(path)
-        self.tokenizer = load_vocabulary(path, self.config.V, tokenizer)
+        architecture, self.config, params, self.tokenizer = load_with_vocabulary(path, tokenizer)
         self.steps, self.batch, self.has_gradients = 0, None, False  # updates so far; what backward and update read
         self.open(architecture, params, options)
 
@@ -95,13 +121,15 @@ class Model:
     def generate(self, prompt="", tokens=100, temperature=1.0, top_k=0, top_p=1.0, seed=1337):
         """Continue a prompt by at most `tokens` tokens, up to the end of the text: a text gives a text, ids give ids,
         the prompt included. Without a prompt, it begins a new text."""
-        eot, shown = end_of_text(self.tokenizer, self.config.V), self.ids(prompt).tolist()
-        start = np.array([shown or [eot]], np.int32)
+        check_numbers("", tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        eot, shown, vocabulary = end_of_text(self.tokenizer, self.config.V), self.ids(prompt).tolist(), self.tokenizer
+        start, stops = np.array([shown or [eot]], np.int32), vocabulary.stops if vocabulary else {eot}
         for (id,), _ in self.draw(start, tokens, [Random(seed)], Choice(temperature, top_k, top_p)):
-            if id == eot:
+            if id in stops:
                 break
             shown.append(int(id))
-        return self.tokenizer.decode(shown) if isinstance(prompt, str) and self.tokenizer else shown
+        is_text = isinstance(prompt, str) and vocabulary
+        return vocabulary.decode(id for id in shown if id not in vocabulary.special) if is_text else shown
 
     def ids(self, text):
         """The ids (n,) int32 of a text, or the ids given."""
@@ -109,7 +137,8 @@ class Model:
             if text and not self.tokenizer:
                 raise UserError("the model has no vocabulary: pass ids, or load it with tokenizer=FILE")
             text = self.tokenizer.encode(text) if text else []
-        self.check([text], [text])
+        if len(text):
+            self.check([text], [text])
         return np.array(text, np.int32)
 
     def losses(self, inputs, targets):
@@ -135,6 +164,7 @@ class Model:
         """One step of AdamW."""
         if not self.has_gradients:
             raise UserError("update: expected a call of backward before it")
+        check_numbers("update: ", learning_rate=learning_rate)
         self.steps, self.has_gradients = self.steps + 1, False
         self.adamw(learning_rate)
 
@@ -142,19 +172,23 @@ class Model:
         """The shape (B, T) of a batch; raises UserError unless it consists of valid ids."""
         shape, inputs, targets = np.shape(inputs), np.asarray(inputs), np.asarray(targets)
         for ids in (inputs, targets):
-            if len(shape) != 2 or ids.shape != shape or ids.size and ids.dtype.kind not in "iu":
+            if len(shape) != 2 or ids.shape != shape or not ids.size or ids.dtype.kind not in "iu":
                 raise UserError(f"inputs of shape {shape}, targets of shape {targets.shape}, {ids.dtype}: expected"
                                 " integers (B, T)")
-            if ids.size and not 0 <= ids.min() <= ids.max() < self.config.V:
+            if not 0 <= ids.min() <= ids.max() < self.config.V:
                 raise UserError(f"ids from {ids.min()} to {ids.max()}: expected 0 to {self.config.V - 1}")
         return shape
 
     def save(self, path):
         """Write a .bin file, and the vocabulary beside it as tokenizer.bin."""
+        if os.path.lexists(path) and not os.path.isfile(path):
+            raise UserError(f"{path}: is no file, expected the name of one")
+        params, version = self.on_host()
+        check_finite(path, params, "it is not saved")
         make_directory(os.path.dirname(path))
         if self.tokenizer:
             keep_tokenizer(os.path.dirname(path), self.tokenizer)
-        self.write(path)
+        write_model(path, self.config, params, version)
 
     def open(self, architecture, params, options):
         if NUMPY_WAS_FIRST:
@@ -184,8 +218,8 @@ class Model:
         model, (_, scale) = self.model, self.model.norm_and_scale(self.settings)
         model.optimizer.update(model.params, model.grads, self.settings, learning_rate, self.steps, scale)
 
-    def write(self, path):
-        write_model(path, self.config, self.model.params)
+    def on_host(self):
+        return self.model.params, 3
 
 
 class GpuModel(Model):
@@ -224,5 +258,5 @@ class GpuModel(Model):
     def adamw(self, learning_rate):
         self.model.update_now(learning_rate)
 
-    def write(self, path):
-        write_model(path, self.config, self.model.params_now(), version=5 if self.settings.precision.bf16 else 3)
+    def on_host(self):
+        return self.model.params_now(), 5 if self.settings.precision.bf16 else 3

@@ -20,6 +20,14 @@ def padded(V):
     return -(-V // 128) * 128
 
 
+def without_padding(config, params, V):
+    """The Config of a model whose vocabulary has V tokens: the rows beyond them are padding, and are set to 0."""
+    for name, row in params.table.items():
+        if row.vocabulary:
+            getattr(params, name)[V:] = 0
+    return dataclasses.replace(config, V=V)
+
+
 def read_config(f, architecture, hint):
     """Return (version, Config) from the header of an open model checkpoint; raises UserError for an invalid field."""
     header = read_header(f, architecture.MAGIC, hint, architecture.Config.HEADER_BYTES)
@@ -67,9 +75,7 @@ def read_model(path, architecture, hint=None):
                     bf16_to_float32(bits, out=piece)
                 else:
                     read_into(f, piece)
-    for name, row in params.table.items():
-        if row.vocabulary:
-            getattr(params, name)[config.V :] = 0.0  # padding rows are never used, whatever a file holds there
+    config = without_padding(config, params, config.V)  # whatever a file holds there
     check_finite(path, params, hint)
     return config, params
 

@@ -7,16 +7,10 @@ import time
 from llmc.errors import UserError
 from llmc.files import errors_of_writing, make_directory, replacing
 
-RULE = re.compile(r"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ---")  # in logs of version 0.4 and before: a new run begins
 COLUMNS = "step,tokens,seconds,train_loss,val_loss,learning_rate,norm,tokens_per_second,hellaswag".split(",")
 FP8_COLUMNS = ["fp8_saturated", "fp8_underflowed"]  # with --dtype fp8: how many numbers of an update
 LOG_LINE = re.compile(r"s:([0-9]{1,10}) ()")
 TABLE_LINE = re.compile(r"([0-9]{1,10}),[0-9]+,[0-9]{1,10}\.[0-9]+,([0-9a-z.+-]*)(,[0-9a-z.+-]*){5,7}\n")
-
-
-def last_run(lines):
-    """The index of the first line of the last run in a log: after the last rule, or 0."""
-    return max((i for i, line in enumerate(lines, 1) if RULE.fullmatch(line.rstrip("\n"))), default=0)
 
 
 class Log:
@@ -85,7 +79,7 @@ def opened(path, first_step, pattern):
         if first_step and os.path.exists(path):
             with open(path, errors="replace") as f:
                 lines = f.readlines()
-            first = last_run(lines) + lines[0].startswith("step,") if lines else 0  # a table has a head
+            first = int(bool(lines) and lines[0].startswith("step,"))  # a table has a head
             steps = [pattern.match(line) for line in lines[first:] if line.endswith("\n")]  # a killed run may cut one
             if None in steps:
                 raise UserError(f"{path}: is not a training log; move it away to go on")

@@ -8,7 +8,8 @@ import re
 import shlex
 import sys
 
-from llmc.checkpoint import rank_path, read_model, read_optimizer_state, write_model, write_optimizer_state
+from llmc.checkpoint import (padded, rank_path, read_model, read_optimizer_state, without_padding, write_model,
+                             write_optimizer_state)
 from llmc.errors import DIVERGED, UserError
 from llmc.files import file_crc, open_input, replacing
 from llmc.single_process import SINGLE_PROCESS
@@ -129,6 +130,8 @@ def read_start(settings, first_step, tokenizer, architecture):
                         " vocabulary")
     if settings.T > config.maxT:
         raise UserError(f"-t/--sequence_length {settings.T}: the model's longest sequence is {config.maxT}")
+    if tokenizer and config.V == padded(V):
+        config = without_padding(config, params, V)
     if tokenizer and V != config.V:
         raise UserError(f"{tokenizer.path}: {V} tokens, but the model has V={config.V}: choose a model and data of one"
                         " vocabulary, or pass --tokenizer FILE")

@@ -69,12 +69,14 @@ class Writer:
     prints only ASCII of single bytes, and loses GPT-2's typographic quotes.)"""
 
     STRIPPED = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+    left_out = b""  # SentencePiece's space before the first word
 
     def __init__(self, tokenizer):
         self.tokenizer, self.decoder = tokenizer, codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, id):
-        text = self.decoder.decode(self.tokenizer.tokens[id]) if self.tokenizer else f"{id} "
+        token = self.tokenizer.tokens[id].removeprefix(self.left_out) if self.tokenizer else b"%d " % id
+        text, self.left_out = self.decoder.decode(token), b""
         sys.stdout.buffer.write(self.STRIPPED.sub("", text).encode())
         sys.stdout.buffer.flush()
 

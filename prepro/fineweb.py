@@ -41,7 +41,7 @@ except ImportError as error:
 from llmc.dataloader import find_files, open_tokens, write_tokens
 from llmc.errors import Parser, UserError, run_main
 from llmc.files import (HEADER_BYTES, errors_of_writing, locked, make_directory, open_input, replacing)
-from llmc.vocabulary import encode, load_encoding, reason, save_vocabulary
+from llmc.vocabulary import open_vocabulary, reason, save_vocabulary
 from prepro.common import add_processes, check_processes, file_hash, in_processes
 
 try:
@@ -246,11 +246,11 @@ def jobs(sources, position):
 def tokenize(job):
     """(file, row, [text]) -> (file, row, uint16 tokens, the end of each document in them)."""
     file, row, texts = job
-    encoding = load_encoding("gpt2")
+    vocabulary = open_vocabulary("gpt2")
     tokens, ends = [], []
     for text in texts:
-        tokens.append(encoding.eot_token)
-        tokens += encode(encoding, text or "", disallowed_special=())
+        tokens.append(vocabulary.eot)
+        tokens += vocabulary.encode(text or "")
         ends.append(len(tokens))
     return file, row, np.array(tokens, np.uint16), ends
 
@@ -396,7 +396,7 @@ def main():
     output = Output(getattr(args, "output", os.path.join("data", f"{name}{args.size}")), name)
     if args.parquet and parquet is None:
         raise UserError("the Python package pyarrow, which reads parquet, cannot be imported: pip install pyarrow")
-    encoding = load_encoding("gpt2")  # download the vocabulary once, and fail here, before the processes start
+    vocabulary = open_vocabulary("gpt2")  # download the vocabulary once, and fail here, before the processes start
     make_directory(output.directory)
     with locked(output.directory, "--output"):
         if args.parquet:
@@ -407,7 +407,7 @@ def main():
             shutil.rmtree(downloads, ignore_errors=True)
         else:
             fetch_shards(READY_MADE[args.edu, args.size], output, args.shards)
-        save_vocabulary(os.path.join(output.directory, f"{name}_tokenizer.bin"), encoding)
+        save_vocabulary(os.path.join(output.directory, f"{name}_tokenizer.bin"), vocabulary)
 
 
 if __name__ == "__main__":

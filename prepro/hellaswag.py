@@ -20,7 +20,7 @@ import numpy as np
 from llmc.errors import Parser, UserError, run_main
 from llmc.hellaswag import BEGIN, ENDINGS, NUMBERS, Example
 from llmc.files import EXAMPLES_MAGIC, HELLASWAG, make_directory, make_header, replacing
-from llmc.vocabulary import HFEncoding, encode, load_encoding
+from llmc.vocabulary import open_vocabulary
 from prepro.common import check_not_written_over, download, read_input
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -28,7 +28,7 @@ SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 MOST = (1 << 16) - 1  # the largest uint16
 
 
-def parse_line(where, line, encoding):
+def parse_line(where, line, vocabulary):
     """Parse a line of JSON into an Example; raises UserError that begins with `where` if it is not one."""
     try:
         record = json.loads(line)
@@ -37,9 +37,8 @@ def parse_line(where, line, encoding):
             raise TypeError("'ctx' or 'endings' that are not text")
         if len(endings) != ENDINGS or str(label) not in map(str, range(ENDINGS)):
             raise ValueError(f"{len(endings)} endings and label {label}")
-        begin = encoding.encode("") if isinstance(encoding, HFEncoding) else []  # the token that begins a text, if any
-        ids = [np.array([*before, *encode(encoding, text, disallowed_special=())], np.int32)
-               for before, text in ((begin, context), *(([], f" {ending}") for ending in endings))]
+        ids = [np.array(vocabulary.encode(text, begin), np.int32)  # begin: after the token that begins a text, if any
+               for begin, text in ((True, context), *((False, f" {ending}") for ending in endings))]
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise UserError(f"{where}: expected a JSON object with a text 'ctx', {ENDINGS} 'endings' and a 'label' of 0 to"
                         f" {ENDINGS - 1}, found: {error!r}") from None
@@ -79,12 +78,12 @@ def main():
         path = os.path.join(os.path.dirname(args.output), "hellaswag_val.jsonl")
         download(args.url, path, SHA256, "sha256")
     check_not_written_over([path], [args.output])
-    encoding, examples = load_encoding(args.vocabulary), []
+    vocabulary, examples = open_vocabulary(args.vocabulary), []
     for number, line in enumerate(read_input(path).splitlines(), 1):
         if line.strip():
-            examples.append(parse_line(f"{path}:{number}", line, encoding))
+            examples.append(parse_line(f"{path}:{number}", line, vocabulary))
     make_directory(os.path.dirname(args.output))
-    write_examples(args.output, examples, encoding.n_vocab)
+    write_examples(args.output, examples, len(vocabulary.tokens))
     print(f"Saved {len(examples)} examples to {args.output}")
 
 

@@ -21,7 +21,7 @@ import re
 import sysconfig
 
 from llmc.errors import run_main
-from llmc.vocabulary import load_encoding
+from llmc.vocabulary import open_vocabulary
 from prepro.common import add_val_fraction, make_parser, read_input, save_split
 
 LIMIT = 4 * 1024 * 1024  # tokens in all
@@ -61,12 +61,12 @@ def main():
              for path in source_files(sysconfig.get_path("stdlib"), args.prose))
     if args.prose:
         texts = [f"{prose}\n" for prose in map(prose_of, texts) if prose]
-    encoding, tokens = load_encoding("chars", "".join(texts)) if args.prose else load_encoding("bytes"), []
+    vocabulary, tokens = open_vocabulary(*("chars", "".join(texts)) if args.prose else ("bytes",)), []
     for text in texts:
-        tokens += [encoding.eot_token, *encoding.encode(text)]
+        tokens += [vocabulary.eot, *vocabulary.encode(text)]
         if len(tokens) >= LIMIT:
             break
-    save_split(tokens[:LIMIT], VAL_TOKENS, encoding, args)
+    save_split(tokens[:LIMIT], VAL_TOKENS, vocabulary, args)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ except ImportError as error:
 
 from llmc.errors import UserError, run_main
 from llmc.files import make_directory, open_input, replacing
-from llmc.vocabulary import encode, load_encoding, reason
+from llmc.vocabulary import open_vocabulary, reason
 from prepro.common import (add_processes, check_processes, file_hash, in_processes, make_parser, progress_bar,
                            save_tokens)
 
@@ -82,7 +82,7 @@ def tokenize_shard(job):
     """(shard number, path) -> its tokens, uint16: the stories in shuffled order, each after an end-of-text token. As
     llm.c, each split counts its shards from 0: the first one validates, and the second has the same seed."""
     shard, path = job
-    encoding = load_encoding("gpt2")
+    vocabulary = open_vocabulary("gpt2")
     try:
         with open_input(path, "pass --input DIR") as f:
             stories = [entry["story"].strip() for entry in json.load(f)]
@@ -93,8 +93,8 @@ def tokenize_shard(job):
     random.Random(1337 + max(0, shard - 1)).shuffle(stories)
     tokens = array.array("H")
     for story in stories:
-        tokens.append(encoding.eot_token)
-        tokens.extend(encode(encoding, story, disallowed_special=()))
+        tokens.append(vocabulary.eot)
+        tokens.extend(vocabulary.encode(story))
     return np.array(tokens)
 
 
@@ -111,14 +111,14 @@ def main():
         if not os.path.isdir(directory):
             fetch_shards(directory)
     paths = find_shards(directory)
-    encoding = load_encoding("gpt2")  # download the vocabulary once, and fail here, before the processes start
+    vocabulary = open_vocabulary("gpt2")  # download the vocabulary once, and fail here, before the processes start
     jobs = in_processes(tokenize_shard, enumerate(paths), min(args.processes, len(paths)))
     shards = []
     with progress_bar(len(paths), "tokenizing", "shard") as advance:
         for tokens in jobs:
             shards.append(tokens)
             advance(1)
-    save_tokens(shards[:1], shards[1:], encoding, args)
+    save_tokens(shards[:1], shards[1:], vocabulary, args)
 
 
 if __name__ == "__main__":

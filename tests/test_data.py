@@ -23,7 +23,7 @@ from conftest import ROOT, Server, assert_one_line_error, hub_pages, run_program
 from llmc.dataloader import open_tokens
 from llmc.errors import UserError
 from llmc.tokenizer import read_tokenizer
-from llmc.vocabulary import EOT, encode, load_encoding
+from llmc.vocabulary import EOT, open_vocabulary
 from prepro import common, pystdlib, tinystories
 
 TEXT = b"Some words.\n" * 1000
@@ -103,10 +103,9 @@ def test_text_faults(tmp_path, vocabulary_here, run_here):
 @pytest.mark.parametrize("space", (" ", "\n "))
 def test_white_space_of_a_million_characters(vocabulary_here, space):
     """tiktoken alone: Regex error while tokenizing ... Max stack size exceeded for backtracking."""
-    encoding, short, text = load_encoding("gpt2"), f"a{space * 1000}b", f"a{space * 1200000}b{EOT}"
-    tokens = encode(encoding, text, allowed_special={EOT})
-    assert encoding.decode(tokens) == text and tokens[-1] == encoding.eot_token
-    assert encode(encoding, short) == encoding.encode(short)
+    vocabulary, short, text = open_vocabulary("gpt2"), f"a{space * 1000}b", f"a{space * 1200000}b"
+    assert vocabulary.decode(vocabulary.encode(text)) == text
+    assert vocabulary.encode(short) == vocabulary.encoding.encode(short)
 
 
 def test_a_small_text_is_split(tmp_path, tiny_shakespeare, vocabulary_here, run_here):
@@ -145,7 +144,7 @@ def test_a_folder_of_text(tmp_path, vocabulary_here, prepare, vocabulary, V):
         "a.md": b"# A\r\n\r\nna\xc3\xafve\r\n", "b/c.py": b"\xef\xbb\xbfprint('c')\n",
         "b/d.txt": "д 日本\n".encode(), "f/x.txt": b"f\n", "e/x.txt": b"e\n", "c/x.txt": b"c\n", "d/x.txt": b"d\n",
         "b/package.json": b'{\n  "name": "x"\n}\n', "b/lines.json": b'\n{"text": "one"}\n\n{"text": "two"}\n',
-        "b/one.json": b'{"name": "y"}', "empty.txt": b"",
+        "b/one.json": b'{"name": "y"}', "empty.txt": b"", "b/all.json": b'[{"text": "all"}]',
         "z.jsonl": b'{"text": "three\\r\\n", "id": 3}\r\n{"id": 4, "text": ""}\n{"text": "\\ud83d\\ude00 \\ud83d"}',
         "b/picture.png": b"\x89PNG\0\xff\xfe", "old.txt": b"caf\xe9", "windows.txt": "old\n".encode("utf-16"),
         "b/numbers.bin": np.arange(9).tobytes(), ".hidden.txt": b"secret",
@@ -154,16 +153,16 @@ def test_a_folder_of_text(tmp_path, vocabulary_here, prepare, vocabulary, V):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
     os.mkfifo(folder / "fifo")
-    expected = ["# A\n\nnaïve\n", "three\n", "\U0001f600 ?", "print('c')\n", "д 日本\n", "one", "two", '{"name": "y"}',
-                '{\n  "name": "x"\n}\n', "c\n", "d\n", "e\n", "f\n"]
-    tokens, tokenizer, printed = prepare("folder", "--vocabulary", vocabulary, warns="warning: 2 texts left out, such")
+    expected = ["# A\n\nnaïve\n", "three\n", "\U0001f600 ?", "all", "print('c')\n", "д 日本\n", "one", "two",
+                '{"name": "y"}', '{\n  "name": "x"\n}\n', "c\n", "d\n", "e\n", "f\n"]
+    tokens, tokenizer, printed = prepare("folder", "--vocabulary", vocabulary, warns="1 UTF-16 file left out, such as")
     assert text_of(tokens, tokenizer) == "".join(f"{EOT}{document}" for document in expected)
-    assert tokens.count(tokenizer.eot) == 13 and tokenizer.eot == len(tokenizer.tokens) - 1
+    assert tokens.count(tokenizer.eot) == 14 and tokenizer.eot == len(tokenizer.tokens) - 1
     characters = [letter.encode() for letter in sorted(set("".join(expected)))]
     assert len(tokenizer.tokens) == V or tokenizer.tokens[:-1] == characters
-    assert printed.startswith("13 documents in 12 files; skipped 2 hidden names, 3 binary files, such as ")
+    assert printed.startswith("14 documents in 13 files; skipped 2 hidden names, 3 binary files, such as ")
     again = prepare("folder/*.md", "folder", "folder/a.md", "--vocabulary", vocabulary, "--format", "uint16",
-                    warns="not UTF-8")
+                    warns="1 latin1 file left out")
     assert again[0] == tokens, "a file is read once"
 
 
@@ -172,11 +171,11 @@ def test_pieces_and_processes(tmp_path, tiny_shakespeare, vocabulary_here, prepa
     """A long text is tokenized in pieces, by any number of processes, to what tiktoken makes of the whole."""
     text = tiny_shakespeare.read_text()[:200000] + "x" * 3000 + "\n \n\n" * 500 + "é"
     (tmp_path / "text").write_text(text)
-    encoding, found = load_encoding(vocabulary, text), []
+    encoding, found = open_vocabulary(vocabulary, text), []
     for piece, processes in ((1 << 20, 1), (1000, 1), (1000, 2)):
         monkeypatch.setattr(prepro_text, "PIECE", piece)
         tokens, tokenizer, _ = prepare("text", "--vocabulary", vocabulary, "--processes", processes)
-        assert tokens[0] == encoding.eot_token and text_of(tokens[1:], tokenizer) == text
+        assert tokens[0] == encoding.eot and text_of(tokens[1:], tokenizer) == text
         found.append(tokens)
     whole, pieces, again = found
     assert whole[1:] == encoding.encode(text) and pieces == again
@@ -246,16 +245,17 @@ def test_shards_are_the_same_tokens(tmp_path, run_here, monkeypatch):
 
 
 @pytest.mark.parametrize("name, data, words, flags", (
-    ("empty.txt", b"", ("empty.txt", "no text in 1 file"), ()),
+    ("empty.txt", b"", ("empty.txt", "no text in 1 file"), ()), ("w", b"\xff\xfeH\0", ["iconv -f utf-16"], ()),
     ("latin.txt", b"x" * 2500 + b"caf\xe9 ", ("latin.txt", "not UTF-8", "byte 2503"), ()),
-    ("short.txt", b"a", ("2 tokens of text", "--val_fraction"), ()),
+    ("short.txt", b"a", ("2 tokens of text", "--val_fraction"), ()), ("x.gz", b"\x1f\x8b", ["gunzip"], ()),
+    ("a.json", b'[{"id": 1}]', ["element 1", "no field (of id)"], ()), ("c.json", b'[{"text": "c"},', ["not JSON"], ()),
     ("a.txt", TEXT, ("none.txt", "no such file"), ["none.txt"]), ("a.txt", TEXT, ("*.none", "no file"), ["*.none"]),
     ("a.jsonl", b'{"text": "a"}\n{"story": "b"}\n', ("a.jsonl:2", "'text'", "found text in story", "--field NAME"), ()),
     ("b.json", b'{"text": 1}\n', ("b.json:1", "found text in no field", "--field NAME"), ()),
     ("c.jsonl", b'{"text": "a"}\nnot JSON\n', ("c.jsonl:2", "found 'not JSON': mend or"), ()),
     ("d.jsonl", b'{"text": "a"}\n', ("d.jsonl:1", "'story'"), ("--field", "story")),
     ("f.txt", TEXT, ["--processes 0"], ("--processes", 0)), ("g", TEXT, ["--shard_tokens 0"], ("--shard_tokens", 0)),
-    ("f.txt", TEXT, ("char/tokenizer.json: no such file", "gpt2, bytes, chars or"), ("--vocabulary", "char")),
+    ("f.txt", TEXT, ("char/tokenizer.json: no such file", "gpt2, bytes, chars, a run or"), ("--vocabulary", "char")),
     ("h.txt", TEXT, ("h.txt", "directory"), ("--output", "h.txt/x")),
     ("j_train.bin", TEXT, ("j_train.bin", "another --output"), ("--output", "j")),
     ("k_val_000000.bin", TEXT, ("k_val_000000.bin", "another --output"), (".", "--output", "k", "--shard_tokens", 9))),
@@ -308,7 +308,7 @@ def stories(tmp_path, vocabulary_here, monkeypatch):
     """The tokens of the shards in shards/."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "shards").mkdir()
-    expected, encoding = [], load_encoding("gpt2")
+    expected, encoding = [], open_vocabulary("gpt2").encoding
     for shard in range(3):
         stories = [f" Shard {shard}, story {i}. The end.\n" for i in range(5)]
         records = [{"story": story, "source": "x"} for story in stories]

@@ -21,7 +21,7 @@ from llmc.tensors import bf16_bits, bf16_to_float32, flat
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from llmc.debugstate import read_debug_state
 from train_gpt2 import Config, GPT2, random_model
-from llmc.vocabulary import EOT, load_encoding, load_vocabulary, save_vocabulary
+from llmc.vocabulary import EOT, load_vocabulary, open_vocabulary, save_vocabulary
 
 transformers = pytest.importorskip("transformers")
 
@@ -98,8 +98,8 @@ def test_the_newest_model_of_a_run_and_its_end_of_text(tmp_path, run_here):
 def test_export_with_a_tokenizer(tmp_path, run_here, vocabulary_here, vocabulary):
     """transformers makes our ids of a text, and the text of them. Of another vocabulary, our file alone goes along."""
     text = "".join(map(chr, range(1, 400))) + "naïve \t日本 \U0001f600  two  \n\n's\r\n"
-    encoding, model = load_encoding(vocabulary, text), tmp_path / "model.bin"
-    config = Config(maxT=16, V=encoding.n_vocab, L=1, NH=1, C=8, Vp=padded(encoding.n_vocab))
+    encoding, model = open_vocabulary(vocabulary, text), tmp_path / "model.bin"
+    config = Config(maxT=16, V=len(encoding.tokens), L=1, NH=1, C=8, Vp=padded(len(encoding.tokens)))
     write_model(model, config, random_params(config))
     save_vocabulary(tmp_path / "tokenizer.bin", encoding)
     done = run_here(e, "--to_hf", model, tmp_path / "hf")
@@ -118,16 +118,16 @@ def test_export_with_a_tokenizer(tmp_path, run_here, vocabulary_here, vocabulary
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     ids = tokenizer.encode(text)
     assert ids == encoding.encode(text) and tokenizer.decode(ids) == text
-    assert tokenizer.encode(f"a{EOT}") == [*encoding.encode("a"), encoding.eot_token]
-    assert tokenizer.eos_token_id == encoding.eot_token and len(tokenizer) == encoding.n_vocab
+    assert tokenizer.encode(f"a{EOT}") == [*encoding.encode("a"), encoding.eot]
+    assert tokenizer.eos_token_id == encoding.eot and len(tokenizer) == len(encoding.tokens)
     assert tokenizer.model_max_length == 16
     tokens = read_tokenizer(tmp_path / "tokenizer.bin").tokens
-    write_tokenizer(tmp_path / "tokenizer.bin", [b"two", *tokens[1:]], encoding.eot_token)
+    write_tokenizer(tmp_path / "tokenizer.bin", [b"two", *tokens[1:]], encoding.eot)
     run_here(e, "--to_hf", model, tmp_path / "hf", fails=(f"{tmp_path}/hf: has another vocabulary's", "tokenizer.bin"))
     if vocabulary != "gpt2":
         run_here(e, "--to_hf", model, tmp_path / "without")
         assert sorted(os.listdir(tmp_path / "without")) == ["config.json", "model.safetensors", "tokenizer.bin"]
-    write_tokenizer(tmp_path / "tokenizer.bin", tokens[1:], encoding.eot_token - 1)
+    write_tokenizer(tmp_path / "tokenizer.bin", tokens[1:], encoding.eot - 1)
     run_here(e, "--to_hf", model, tmp_path / "bad",
              fails=[f"tokenizer.bin: {config.V - 1} tokens, but the model has V={config.V}"])
     assert not (tmp_path / "bad").exists()

@@ -11,7 +11,7 @@ from conftest import Server, hub_pages
 from llmc.dataloader import open_tokens, write_tokens
 from llmc.files import locked
 from llmc.tokenizer import read_tokenizer
-from llmc.vocabulary import load_encoding
+from llmc.vocabulary import open_vocabulary
 from prepro import common, fineweb
 from prepro.fineweb import READY_MADE
 
@@ -115,7 +115,7 @@ def expected(tmp_path, vocabulary_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for i in range(3):
         write_parquet(f"{i}.parquet", id=range(300), text=TEXTS[300 * i : 300 * (i + 1)])
-    encoding = load_encoding("gpt2")
+    encoding = open_vocabulary("gpt2").encoding
     return [id for text in TEXTS for id in (50256, *encoding.encode_ordinary(text))]
 
 

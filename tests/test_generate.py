@@ -19,7 +19,7 @@ from llmc.checkpoint import write_model
 from llmc.errors import UserError
 from llmc.sampler import Choice, sample_multinomial
 from llmc.tokenizer import write_tokenizer
-from llmc.vocabulary import as_vocabulary, load_encoding
+from llmc.vocabulary import Folder, open_vocabulary
 
 MODEL = "gpt2_124M.bin"
 
@@ -94,15 +94,16 @@ def test_choice():
     assert Choice(1e-46).draw(logits, 0.5) == 1, "a temperature that is 0 in float32"
 
 
-@pytest.mark.parametrize("text, expected", (
-    (None, (0.2, 0, 0.9)), ('{"eos_token_id": 2}', (0.2, 0, 0.9)), ("[]", (0.2, 0, 0.9)), ("{", (0.2, 0, 0.9)),
+@pytest.mark.parametrize("text, expected", (("FIFO", "json: cannot be read .it is a pipe"),
+    (None, (0.2, 0, 0.9)), ('{"eos_token_id": 2}', (0.2, 0, 0.9)), ("[]", "an object"), ("{", "is not JSON"),
     ('{"temperature": 0.6, "top_k": 20, "top_p": null}', (0.6, 20, 1.0)), ('{"top_p": 2}', "top_p 2: expected more"),
-    ('{"temperature": "warm"}', "generation_config.json: temperature warm: expected 0 or more")))
+    ('{"temperature": "warm"}', "generation_config.json: temperature 'warm': expected 0 or more")))
 def test_what_a_chat_draws_with(tmp_path, text, expected):
     """generation_config.json says it; the command line comes first."""
     if text:
-        (tmp_path / "generation_config.json").write_text(text)
-    tokenizer = SimpleNamespace(folder=SimpleNamespace(prefix=f"{tmp_path}/"))
+        path = tmp_path / "generation_config.json"
+        os.mkfifo(path) if text == "FIFO" else path.write_text(text)
+    tokenizer = SimpleNamespace(prefix=f"{tmp_path}/")
     for given in ({}, {"top_k": 3}):
         args = SimpleNamespace(chat=True, **given)
         if isinstance(expected, str):
@@ -113,6 +114,25 @@ def test_what_a_chat_draws_with(tmp_path, text, expected):
         assert (args.temperature, args.top_k, args.top_p) == (expected[0], given.get("top_k", expected[1]), expected[2])
     generate.complete(args := SimpleNamespace(chat=False), None)
     assert (args.temperature, args.top_k, args.top_p) == (1.0, 0, 1.0)
+
+
+@pytest.mark.parametrize("template, expected", (
+    ("{% for m in messages if tools is none and documents is none %}{{ m.content }}{% endfor %}", "Hi"),
+    ([{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}], "D"),
+    ("{% generation %}{{ {'b': 'é', 'a': 2} | tojson(separators=',:', sort_keys=true) }}{% endgeneration %}",
+     '{"a":2,"b":"é"}'), ("{% foo %}", "line 1: Encountered unknown tag"), ("{{ ''.__class__.x }}", "object is unsafe"),
+    ("{{ raise_exception('no') }}", "template says: no"), ("", "no token"), (None, "expected a text")))
+def test_chat_templates(tmp_path, template, expected):
+    """As transformers renders them; an error is a line. A message without an answer is not kept."""
+    pytest.importorskip("jinja2")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    folder = Folder.__new__(Folder)
+    folder.prefix, folder.encode = f"{tmp_path}/", lambda text, begin: list(text.encode())
+    try:
+        chat = generate.Chat("model", folder)
+        assert chat.ask("Hi") == list(expected.encode()) == chat.ask("Hi")
+    except UserError as error:
+        assert expected in str(error)
 
 
 @pytest.fixture
@@ -155,7 +175,8 @@ def test_prompts(always, text_of, monkeypatch):
 
 def test_a_prompt_in_gpt_2_s_vocabulary(vocabulary_here):
     """Special tokens are text."""
-    encoding, tokenizer = load_encoding("gpt2"), as_vocabulary(load_encoding("gpt2"))
+    tokenizer = open_vocabulary("gpt2")
+    encoding = tokenizer.__dict__.pop("encoding")  # tiktoken's; ours is made of the tokens
     for text in ("naïve\n <|endoftext|> x", "It's 1234 o'clock,  they'LL\t\tsay\r\n\n— ☃ 日本語 " + 50 * "ab "):
         assert tokenizer.encode(text) == encoding.encode_ordinary(text)
 

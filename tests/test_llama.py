@@ -337,7 +337,7 @@ def test_a_vocabulary_of_hugging_face(folder, workplace, run_here, monkeypatch):
 
     run_program("export_weights.py", "--model", path, "--output_dir", ".")
     run_program("prepro_text.py", "cat.txt", "--vocabulary", path, "--output", "data/cat")
-    data = [vocabulary.load_encoding(str(path)).eot_token, *tokenizer.encode(text).ids]
+    data = [vocabulary.open_vocabulary(str(path)).eot, *tokenizer.encode(text).ids]
     assert np.concatenate([open_tokens(f"data/cat_{split}.bin", V)[:] for split in ("train", "val")]).tolist() == data
     run_program("train_llama3.py", "-e", "llama3_hf.bin", "-i", "data/cat", "-o", "run", "-b", 2, "-t", 16, "-x", 2)
     run_program("export_weights.py", "--to_hf", "run", "again")

@@ -1,5 +1,7 @@
 """llmc.api.load, on both devices: a loss, a text, training steps with the trainer's bits, what is refused."""
 
+import math
+import os
 import re
 
 import numpy as np
@@ -64,8 +66,18 @@ def test_training_steps_are_the_trainer_s(workplace, page, options):
 @DEVICES
 def test_what_is_refused(workplace, page, options):
     model, ids = load(page, **options), np.zeros((3, 16), int)
+    model.forward(ids, ids)
+    model.backward()
+    os.mkfifo("pipe")
     for call, words in (
-        (lambda: model.backward(), "expected a call of forward"), (lambda: model.update(1), "a call of backward"),
+        (lambda: model.update(-1), "learning_rate -1"), (lambda: model.update(math.nan), "nan"),
+        *((lambda flag=flag: model.generate("a", **flag), f"{[*flag][0]} .*expected") for flag in (
+            {"temperature": -1}, {"temperature": "1"}, {"top_k": -1}, {"top_p": 0}, {"tokens": 0}, {"seed": 2**64})),
+        (lambda: model.save("pipe"), "is no file"), (lambda: model.save("data"), "is no file"),
+        (lambda: model.loss("a\ud800"), "lone surrogate"), (lambda: model.forward(ids[:0], ids[:0]), "shape"),
+        (lambda: model.forward(ids - 1, ids), "from -1"),
+        (lambda: load(page, **options).backward(), "of forward"),
+        (lambda: load(page, **options).update(1), "a call of backward"),
         (lambda: (model.forward(ids, ids), model.loss("ab"), model.backward()), "right before"),
         (lambda: model.forward(ids[0], ids[0]), "expected integers"), (lambda: model.forward(ids, ids[1:]), "shape"),
         (lambda: model.forward(ids / 2, ids / 2), "float64"), (lambda: model.forward(ids + 257, ids), "0 to 256"),
@@ -74,6 +86,14 @@ def test_what_is_refused(workplace, page, options):
         (lambda: load(page, "nowhere"), "no such file")):
         with pytest.raises(UserError, match=words):
             call()
+
+
+def test_weights_that_are_not_finite_are_not_saved(workplace):
+    model = load("train_gpt2")
+    model.model.params.lnfb[3] = math.inf
+    with pytest.raises(UserError, match="new/x.bin: tensor lnfb .* it is not saved"):
+        model.save("new/x.bin")
+    assert not os.path.exists("new")
 
 
 def test_batches_may_grow(workplace):
