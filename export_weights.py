@@ -69,6 +69,7 @@ VERSIONS = {  # --llmc -> the file versions that this llm.c reads (0: it has no 
     "today": SimpleNamespace(model=3, bf16_model=5, debug_state=2, tokenizer=2),
     "april2024": SimpleNamespace(model=1, bf16_model=0, debug_state=1, tokenizer=1),
 }
+LLMC_LLAMA_TEST = dict(learning_rate=1e-5, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
 ADAMW = dict(learning_rate=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -446,8 +447,9 @@ def adamw(model, settings, **options):
                              weight_decay=settings["weight_decay"], **options)
 
 
-def overfit(model, x, y, iterations, settings, autocast=contextlib.nullcontext, capture=None, report=None):
-    """Train on one batch; returns the loss of each iteration, before its update.
+def overfit(model, x, y, iterations, settings, autocast=contextlib.nullcontext, capture=None, report=None, norms=None):
+    """Train on one batch; returns the loss of each iteration, before its update. norms: a list, for those of the
+    gradients, which are then clipped to 1.
 
     capture(logits, loss) is called once, after the first backward pass; report(iteration, loss, seconds) after each
     update.
@@ -461,6 +463,8 @@ def overfit(model, x, y, iterations, settings, autocast=contextlib.nullcontext, 
         loss.backward()
         if capture and iteration == 0:
             capture(logits, loss)
+        if norms is not None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
         losses.append(loss.item())  # also waits for a GPU
         if report:
@@ -489,8 +493,11 @@ def make_debug_state(config, params, x, y, iterations, report=None):
         logits, loss = model(x_long, y_long)
         loss.backward()
         capture(logits, loss)
+    history, norms = None, []
+    if not isinstance(config, Config):
+        history = overfit(to_reference(config, params), x_long, y_long, iterations, LLMC_LLAMA_TEST, norms=norms), norms
     state = DebugState(x, y, **state, optimizer=ADAMW, losses=np.array(losses, np.float32),
-                       crc=fingerprint(config, params))
+                       crc=fingerprint(config, params), history=history and np.array(history, np.float32))
     return state, model
 
 

@@ -96,7 +96,7 @@ class CudaSettings(Settings):
     gpus: int = option(1, group="gpu", help="number of GPUs of this machine to train on, with a process each; or start"
                        " the processes with torchrun, mpirun or srun")
 
-    AT_LEAST: ClassVar = {**Settings.AT_LEAST, "steps": 0, "stochastic_rounding": 0, "gpus": 1}
+    AT_LEAST: ClassVar = {**Settings.AT_LEAST, "stochastic_rounding": 0, "gpus": 1}
     FROM_SCRATCH: ClassVar = {**Settings.FROM_SCRATCH, "B": 4}
 
     @property

@@ -76,12 +76,11 @@ class Config:
         return cls(maxT, V, L, NH, NKV, C, V, eps=eps, theta=theta, **ours)
 
     def to_header(self, version):
-        multiple = self.F if self.F >= int(8 * self.C / 3) else 1
-        header = make_header(LLAMA_MAGIC, version, self.maxT, self.V, self.L, self.NH, self.NKV, self.C, multiple,
+        header = make_header(LLAMA_MAGIC, version, self.maxT, self.V, self.L, self.NH, self.NKV, self.C, self.F,
                              int(self.factor > 0), 3, 2 if self.tied else 1, self.F, self.tied, self.HS, self.factor,
                              self.low, self.high, self.original, 1)
         floats = np.zeros(256, "<f4")
-        floats[:3] = 1.0, self.eps, self.theta
+        floats[:3] = min(1.0, self.F / int(8 * self.C / 3)), self.eps, self.theta
         return np.concatenate((header, floats.view("<i4")))
 
     def fault(self):
@@ -89,7 +88,8 @@ class Config:
         if self.NH % self.NKV or self.HS % 2:
             return f"NH={self.NH} NKV={self.NKV} HS={self.HS}: expected NH a multiple of NKV, and HS even"
         if not (0 < self.eps < 1 < self.theta < math.inf and 0 <= self.factor and 0 < self.low < self.high):
-            return f"eps={self.eps} theta={self.theta} factor={self.factor} low={self.low} high={self.high}"
+            return (f"eps={self.eps} theta={self.theta} factor={self.factor} low={self.low} high={self.high}: is it of"
+                    " llm.c's master, whose layout is another? Then export the model anew")
         return None if self.tied in (0, 1) else f"tied is {self.tied}, expected 0 or 1"
 
     def file_tensors(self):

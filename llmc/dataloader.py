@@ -152,7 +152,8 @@ def open_data(settings, V, rank=0, ranks=1):
     a single sequence; with -v 0, the second is None."""
     train_paths, val_paths = data_paths(settings)
     shuffle = len(train_paths) > 1 if settings.shuffle == -1 else bool(settings.shuffle)
-    return (DataLoader(train_paths, V, settings.B, settings.T, shuffle, settings.spread, rank, ranks, settings.seed),
+    return (DataLoader(train_paths, V, settings.B, settings.T, shuffle, settings.spread, rank, ranks, settings.seed,
+                       single=bool(settings.overfit_single_batch)),
             DataLoader(val_paths, V, settings.B, settings.T, least=settings.T + 1,
                        why=" for one sequence (T+1); take a smaller -t, or more text") if val_paths else None)
 
@@ -162,13 +163,14 @@ class DataLoader:
 
     A batch is a sample as in shuffle.py: its rows are consecutive, and the targets are the inputs shifted by one token.
     With `spread`, row b of sample i is instead row i of the b-th of B equal parts of the shard. Rank `rank` of `ranks`
-    reads every ranks-th sample, so that together the ranks read the batches of a single one.
+    reads every ranks-th sample, so that together the ranks read the batches of a single one; with `single`, always the
+    first.
     position: after the last batch of all ranks. whole_batches: the number that whole_set yields. num_batches: of B*T
     tokens, as llm.c counts. batches_per_epoch: without those whose last target is beyond the end of the file."""
 
     def __init__(self, paths, V, B, T, shuffle=False, spread=False, rank=0, ranks=1, seed=SEED, least=None,
-                 why=" for one batch (B*T+1); take a smaller -b or -t, or more text"):
-        self.B, self.T, self.spread, self.rank, self.ranks = B, T, spread, rank, ranks
+                 single=False, why=" for one batch (B*T+1); take a smaller -b or -t, or more text"):
+        self.B, self.T, self.spread, self.rank, self.ranks, self.single = B, T, spread, rank, ranks, single
         self.shards = [TokenFile(path, V, least or B * T + 1, why) for path in paths]
         self.counts = [(shard.size - 1) // (B * T) for shard in self.shards]  # samples with all their targets
         self.num_batches = max(1, sum(shard.size // (B * T) for shard in self.shards))
@@ -201,6 +203,8 @@ class DataLoader:
             begin = self.ahead[-1][1] if self.ahead else self.position
             samples = list(itertools.islice(samples_from(begin, self.counts), self.ranks))  # one for each rank
             (_, number, index), position = samples[self.rank], samples[-1][0]
+            if self.single:
+                (_, number, index), position = samples[0], begin
             rows = (range(index, self.B * self.counts[number], self.counts[number]) if self.spread else
                     range(index * self.B, (index + 1) * self.B))
             self.ahead.append((self.read(number, rows), position))

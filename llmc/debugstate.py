@@ -27,16 +27,18 @@ class DebugState:
     optimizer: dict | None = None  # learning_rate, beta1, beta2, eps, weight_decay
     losses: np.ndarray | None = None  # (n,) float32
     crc: int = 0  # fingerprint of the weights it was made from
+    history: np.ndarray | None = None  # (2, m) float32, Llama 3: losses and norms of the steps of llm.c's test
 
 
 def write_debug_state(path, config, state, version=2):
     """Write a debug state with its trailer; version 1 (V rows) or 2 (Vp rows)."""
     header = make_header(config.STATES[0], version, *state.x.shape)
-    header[8:11] = 1, len(state.losses), np.uint32(state.crc).view(np.int32)
+    history = np.zeros((2, 0), "<f4") if state.history is None else state.history
+    header[4], header[8:11] = history.shape[1], (1, len(state.losses), np.uint32(state.crc).view(np.int32))
     with replacing(path) as f:
         for part in (header, state.x.astype("<i4"), state.y.astype("<i4"), state.logits, np.float32(state.loss),
                      *tensors_in_file(config, state.grads, rows_in_file(config, version)),
-                     np.array(list(state.optimizer.values()), "<f8"), state.losses.astype("<f4")):
+                     history.tobytes(), np.array([*state.optimizer.values()], "<f8"), state.losses.astype("<f4")):
             f.write(part)
 
 
@@ -46,26 +48,26 @@ def read_debug_state(path, config, params):
     with open_input(path, hint) as f:
         header = read_header(f, config.STATES[0], hint)
         version, B, T = (int(x) for x in header[1:4])
-        trailer, n, crc = int(header[8]), int(header[9]), int(header[10:11].view(np.uint32)[0])
+        steps, trailer, n, crc = *header[[4, 8, 9]].tolist(), int(header[10:11].view(np.uint32)[0])
         magic, *versions = config.STATES
-        if version not in versions or B < 1 or not 1 <= T <= config.maxT or trailer not in (0, 1) or n < 0:
+        if version not in versions or B < 1 or not 1 <= T <= config.maxT or trailer not in (0, 1) or min(steps, n) < 0:
             raise UserError(f"{path}: version {version}, B={B} T={T}, trailer version {trailer} with {n} losses,"
                             f" expected version {' or '.join(map(str, versions))}, T of 1 to {config.maxT}, trailer 0"
                             f" or 1; {hint}")
         grads = allocate(params.table)
         tensors = list(tensors_in_file(config, grads, rows_in_file(config, version)))
-        gradients = sum(tensor.size for tensor in tensors)
-        size = HEADER_BYTES + 4 * (2 * B * T + B * T * config.V + 1 + gradients) + (40 + 4 * n if trailer else 0)
+        numbers = 2 * B * T + B * T * config.V + 1 + sum(tensor.size for tensor in tensors) + 2 * steps
+        size = HEADER_BYTES + 4 * numbers + (40 + 4 * n if trailer else 0)
         check_size(f, size, f"version {version}, B={B} T={T} and this model ({config.describe()})", hint)
         if trailer and crc != fingerprint(config, params):
             raise UserError(f"{path}: belongs to another model: it was made from other weights; {hint}")
 
         x, y = np.empty((B, T), np.int32), np.empty((B, T), np.int32)
-        logits, loss = np.empty((B, T, config.V), np.float32), np.empty(1, np.float32)
-        for part in (x, y, logits, loss, *tensors):
+        logits, loss, history = (np.empty(shape, np.float32) for shape in ((B, T, config.V), 1, (2, steps)))
+        for part in (x, y, logits, loss, *tensors, *[history] * (steps > 0)):
             read_into(f, part)
         check_ids(path, np.concatenate((x, y)), config.V)
-        state = DebugState(x, y, logits, float(loss[0]), grads)
+        state = DebugState(x, y, logits, float(loss[0]), grads, history=history)
         if trailer and n:  # without a step, the settings mean nothing
             settings, losses = np.empty(5, np.float64), np.empty(n, np.float32)
             read_into(f, settings)

@@ -6,11 +6,13 @@ import functools
 import math
 import os
 import re
+import sys
 import textwrap
 from typing import ClassVar
 
 from llmc.errors import Parser, UserError
 from llmc.files import HELLASWAG
+from llmc.llmc_flags import from_llmc
 
 
 def option(default, *flags, group, help, **argparse_options):
@@ -54,7 +56,9 @@ class Settings:
     spread: int = batch(0, choices=(0, 1), help="1: each row of a training batch reads from its own part of a shard,"
                         " because consecutive rows are too alike in a small batch")
     seed: int = batch(42, help="seed of random weights and of --shuffle 1's order (-y 1 keeps the first run's)")
-    steps: int = batch(41, "-x", help="number of updates (of random weights: at most ten epochs, unless given)")
+    steps: int = batch(41, "-x", help="number of updates (0: one epoch; of random weights: at most ten, unless given)")
+    overfit_single_batch: int = batch(0, "-a", choices=(0, 1), help="1: train on the first batch again and again, which"
+                                      " a model that learns soon knows by heart")
 
     learning_rate: float = optimizer(1e-4, "-l", help="peak learning rate (of random weights, N layers: 0.0072 / N)")
     warmup_steps: int = optimizer(0, "-u", help="steps of linear warm-up (of random weights: a tenth of -x, up to 100)")
@@ -88,7 +92,7 @@ class Settings:
     resume: int = checkpoints(0, "-y", choices=(0, 1), help="1: continue from the newest complete checkpoint in -o")
 
     AT_LEAST: ClassVar = dict(
-        B=1, T=1, steps=1, total_batch_size=0, warmup_steps=0, val_every=0, val_batches=1, hellaswag=0, sample_every=0,
+        B=1, T=1, steps=0, total_batch_size=0, warmup_steps=0, val_every=0, val_batches=1, hellaswag=0, sample_every=0,
         sample_tokens=1, print_every=1, checkpoint_every=0, checkpoints_keep=0, major_checkpoint_every=0, seed=0,
         weight_decay=0.0, grad_clip=0.0, learning_rate=0.0, skip_loss_zscore=0.0, skip_norm_zscore=0.0)
     FROM_SCRATCH: ClassVar = dict(
@@ -190,6 +194,7 @@ def parse_settings(settings_class, description, argv=None):
             extra["help"] += f" (default: %(default)s; of random weights: {settings_class.FROM_SCRATCH[field.name]})"
         groups[group].add_argument(*field_flags(field), dest=field.name, default=default, **extra)
     absent = argparse.Namespace(**{field.name: None for field in dataclasses.fields(settings_class)})
+    argv = from_llmc(sys.argv[1:] if argv is None else argv, parser._option_string_actions)
     given = {name: value for name, value in vars(parser.parse_args(argv, absent)).items() if value is not None}
     settings = settings_class(**given)
     if (random := re.fullmatch(r"[a-z](\d+)", settings.model)) and not os.path.exists(settings.model):

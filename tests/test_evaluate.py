@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 import struct
 from pathlib import Path
 
@@ -285,6 +286,34 @@ def test_a_run_evaluates_at_each_validation(examples, results, run_here):
     plain = run_here(train_gpt2, *FLAGS, "-l", 0.01).stdout
     assert re.findall(r"(?:val|train) loss \S+", plain) == re.findall(r"(?:val|train) loss \S+", done.stdout)
     assert re.search(r"HellaSwag \d/9 = ", run_here(train_gpt2, *FLAGS, "--hellaswag", 9).stdout)
+
+
+SCRIPTS = (  # llm.c's run_gpt2_124M.sh, pyrun_gpt2_124M.sh, and the README's sweep, with other sizes
+    "-i data/fineweb_train_*.bin -j data/fineweb_val_*.bin -o log -v 250 -s 20000 -g 144 -h 1 -b 2 -t 32 -d 128 -r 0 -z"
+    " 1 -c 0.1 -l 0.0006 -q 0.0 -u 700 -n 5000 -y 1 -e d2 -x 3",
+    "--input_bin data/fineweb_train_*.bin --input_val_bin data/fineweb_val_*.bin --val_loss_every 250 --sample_every 0"
+    " --output_dir log --write_tensors 0 --model d2 --batch_size 2 --sequence_length 32 --total_batch_size 128 --dtype"
+    " bfloat16 --compile 1 --tensorcores 1 --flash 1 --num_iterations 3 --weight_decay 0.1 --zero_stage 1"
+    " --learning_rate 0.0006 --warmup_iters 700 --learning_rate_decay_frac 0.0 --overfit_single_batch 0",
+    "-i data/tiny_shakespeare -v 250 -s 250 -g 14 -l 0.0006 -o stories0.log -x 3 -m -1 -d -1 -ge 1 -lg 9 -pn 1 -e"
+    " gpt2:d2 -a 1 -t 32")
+
+
+@pytest.mark.parametrize("line", SCRIPTS)
+def test_llm_c_s_own_command_lines(examples, run_here, line):
+    for split in ("train", "val"):
+        shutil.copy(f"data/tiny_shakespeare_{split}.bin", f"data/fineweb_{split}_000000.bin")
+    done = run_here(train_gpt2, *line.split())
+    log = Path("stories0.log" if "stories0" in line else "log/main.log").read_text()
+    assert log.count("trl:") == 3 and (log.count("eval:") == 2) == ("-h 1" in line) and "note: " in done.stderr
+    assert "lr:0.000001" in log or "stories" in line
+    losses = [float(loss) for loss in re.findall(r"trl:(\S+)", log)]
+    assert "-a 1" not in line or losses == sorted(losses, reverse=True), "one batch, again and again"
+
+
+@pytest.mark.parametrize("model, words", (("gpt3:c768", "expected d6, d12"), ("gpt2:d60", "expected one of d2, d4")))
+def test_llm_c_s_models_that_are_none_here(workplace, run_here, model, words):
+    run_here(train_gpt2, "-e", model, fails=(words,))
 
 
 @pytest.mark.parametrize("flags, words", (

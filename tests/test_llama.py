@@ -310,6 +310,10 @@ def test_a_file_of_llm_c_s(tmp_path):
     config = t.Config.from_header(header)
     assert (config.F, config.HS, config.tied, config.factor, config.theta) == (160, 12, 0, 8, 1e4)  # 1.2 * 128 = 153
     assert t.Config.from_header(config.to_header(3)) == config
+    for F in (1, 2, 40, 63, 100, 127, 128, 129, 4096):  # llm.c, which knows Meta's formula alone, finds it, too
+        header = dataclasses.replace(config, F=F).to_header(3)
+        header[19] = 0
+        assert t.Config.from_header(header).F == F
 
 
 def test_a_vocabulary_of_hugging_face(folder, workplace, run_here, monkeypatch):
@@ -384,6 +388,14 @@ def test_a_debug_state(workplace, run_here):
                 "data/tiny_shakespeare_val.bin", "--batch_size", 2, "--sequence_length", 16, "--num_iterations", 3)
     done = run_here(test_gpt2, "--model", "llama3_l2.bin")
     assert done.stdout.endswith("overall okay: 1\n") and "step 3 " in done.stdout
+    assert run_here(test_gpt2, "--model", "llama3_l2_bf16.bin").stdout.endswith("overall okay: 1\n")
+    path = workplace / "llama3_l2_debug_state.bin"  # now as llm.c writes it: [4] losses and norms, no trailer
+    data = bytearray(path.read_bytes()[: -(40 + 4 * 3)])
+    losses, norms = np.frombuffer(data[-24:], "<f4").reshape(2, 3)
+    assert data[16:20] == b"\3\0\0\0" and losses[0] > losses[2] > losses[0] - 0.1 and (norms > 0.1).all()
+    data[32:44] = bytes(12)
+    path.write_bytes(data)
+    assert run_here(test_gpt2, "--model", "llama3_l2.bin").stdout.endswith("overall okay: 1\n")
 
 
 def test_a_run(workplace, run_here):
