@@ -165,7 +165,7 @@ def test_token_file_faults(workplace, train):
 
 @pytest.mark.parametrize("flags, words", (
     (("-b", 0), ("-b/--batch_size 0", "at least 1")), (("-t", 33), ("-t/--sequence_length 33", "32")),
-    (("-g", 0), ("-g/--sample_tokens 0", "at least 1")), (("-x", -5), ("-x/--steps -5", "at least 1")),
+    (("-g", 0), ("-g/--sample_tokens 0", "at least 1")), (("-x", -5), ("-x/--steps -5", "at least 0")),
     (("-m", 0), ("-m/--val_batches 0",)), (("-l", "nan"), ("-l/--learning_rate nan",)),
     (("--eps", 1e-46), ("--eps 1e-46", "expected")), (("--eps", 1e39), ("--eps 1e+39", "expected")),
     (("-e", ""), ("-e/--model", "empty")), (("-i", "a\nb"), ("a\\nb_train.bin",)),
