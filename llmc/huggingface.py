@@ -1,9 +1,11 @@
 """Hugging Face's folders: their config.json, names and order of weights, and a model from such a folder: GPT-2, Llama 3
-or a model that is Llama by another name (SmolLM2, TinyLlama, Mistral without a sliding window). A config.json that asks
-for anything else is refused, by the name of the field."""
+or a model that is Llama by another name (SmolLM2, TinyLlama, Mistral without a sliding window). What asks for anything
+else is refused, by its name: a field of config.json, or a tensor that is not read."""
 
+import dataclasses
 import json
 import os
+import re
 
 import numpy as np
 
@@ -13,6 +15,11 @@ from llmc.files import open_input
 from llmc.tensors import allocate, check_finite
 
 HINT = "expected a Hugging Face folder with config.json and model.safetensors"
+HARMLESS = re.compile(  # fields that change no logits; nor do unknown ones that are null, false, 0 or empty
+    r"_.*|architectures|auto_map|transformers(\.js)?_.*|(torch_)?dtype|model_type|.*_token_id|use_cache|.*_range|n_ctx|"
+    r"(.*_)?(dropout|pdrop)|summary_.*|output_.*|return_dict.*|id2label|label2id|problem_type|task_specific_params|"
+    r"chunk_size_.*|is_llama_config|reorder_and_upcast_attn|max_length|do_sample|temperature|top_[kp]|tokenizer_class")
+UNREAD = re.compile(r"h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq")  # tensors that are no weights
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Llama 3
@@ -20,9 +27,11 @@ HINT = "expected a Hugging Face folder with config.json and model.safetensors"
 LLAMA_SIZES = {"maxT": "max_position_embeddings", "V": "vocab_size", "L": "num_hidden_layers",
                "NH": "num_attention_heads", "C": "hidden_size", "F": "intermediate_size"}
 LLAMA_EXPECTED = {  # what this Llama computes
-    "hidden_act": ("silu",), "attention_bias": (False, None), "mlp_bias": (False, None), "sliding_window": (None,),
-    "pretraining_tp": (1, None), "partial_rotary_factor": (1.0, None),
+    "hidden_act": ("silu",), "attention_bias": (False, None), "mlp_bias": (False, None), "pretraining_tp": (1, None),
+    "partial_rotary_factor": (1.0, None),
 }  # fmt: skip
+LLAMA_FIELDS = {*LLAMA_SIZES.values(), *LLAMA_EXPECTED, "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta",
+                "rope_scaling", "rope_parameters", "tie_word_embeddings", "sliding_window", "layer_types"}
 LLAMA_LAYER = {  # module within a layer: our tensor
     "input_layernorm": "ln1w", "self_attn.q_proj": "qkvw", "self_attn.k_proj": "qkvw", "self_attn.v_proj": "qkvw",
     "self_attn.o_proj": "attprojw", "post_attention_layernorm": "ln2w", "mlp.up_proj": "fcw", "mlp.gate_proj": "fcw",
@@ -35,8 +44,13 @@ def llama_config_of(hf, path, Config):
     rope = {"rope_theta": hf.get("rope_theta", 10_000.0)}
     rope |= (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise UserError(f"{path}: rope_type is {kind!r}, expected 'default' or 'llama3'")
+    if kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError(f"{path}: rope_type is {kind!r} in {rope}, expected 'default' or 'llama3', of whole heads")
+    if (window := hf.get("sliding_window")) is not None and window < hf["max_position_embeddings"]:
+        raise UserError(f"{path}: sliding_window is {window}, expected at least max_position_embeddings ="
+                        f" {hf['max_position_embeddings']}: not a Llama that this project trains")
+    if other := {*(hf.get("layer_types") or ())} - {"full_attention", "sliding_attention"}:
+        raise UserError(f"{path}: layer_types has {min(other)!r}, expected 'full_attention'")
     scaled = {"factor": "factor", "low": "low_freq_factor", "high": "high_freq_factor",
               "original": "original_max_position_embeddings"} if kind == "llama3" else {}
     size = whole_numbers(hf, LLAMA_SIZES, path)
@@ -105,14 +119,15 @@ GPT2_EXPECTED = {  # what this GPT-2 computes
     "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }  # fmt: skip
+GPT2_SIZES = {"maxT": "n_positions", "V": "vocab_size", "L": "n_layer", "NH": "n_head", "C": "n_embd"}
+GPT2_FIELDS = {*GPT2_SIZES.values(), *GPT2_EXPECTED, "n_inner"}
 
 
 def gpt2_config_of(hf, path, Config):
     """The Config of GPT-2's config.json, a dict."""
     if hf.get("n_inner") not in (None, 4 * hf["n_embd"]):
         raise UserError(f"{path}: n_inner is {hf['n_inner']}, expected 4 * n_embd = {4 * hf['n_embd']}")
-    size = whole_numbers(hf, {"maxT": "n_positions", "V": "vocab_size", "L": "n_layer", "NH": "n_head", "C": "n_embd"},
-                         path)
+    size = whole_numbers(hf, GPT2_SIZES, path)
     return Config(**size, Vp=padded(size["V"]))
 
 
@@ -127,13 +142,14 @@ def read_hf_folder(folder, gpt2, llama):
     try:
         with open_input(path, HINT) as f:
             hf = json.load(f)
-        architecture, config_of, expected = gpt2, gpt2_config_of, GPT2_EXPECTED
+        architecture, config_of, expected, known = gpt2, gpt2_config_of, GPT2_EXPECTED, GPT2_FIELDS
         if hf.get("model_type") in ("llama", "mistral"):
-            architecture, config_of, expected = llama, llama_config_of, LLAMA_EXPECTED
-        for key, allowed in expected.items():
+            architecture, config_of, expected, known = llama, llama_config_of, LLAMA_EXPECTED, LLAMA_FIELDS
+        for key, value in {**dict.fromkeys(expected), **hf}.items():
+            allowed = expected.get(key, (value if key in known or not value or HARMLESS.fullmatch(key) else None,))
             if hf.get(key, allowed[0]) not in allowed:
-                raise UserError(f"{path}: {key} is {hf[key]!r}, expected {allowed[0]!r}: not a"
-                                f" {architecture.TITLE} that this project trains")
+                raise UserError(f"{path}: {key} is {value!r:.60}, expected {allowed[0]!r}: not a {architecture.TITLE}"
+                                " that this project trains")
         config, shards = config_of(hf, path, architecture.Config), [weights_path]
         if wrong := config.fault():
             raise UserError(f"{path}: {wrong}")
@@ -152,13 +168,16 @@ def read_hf_folder(folder, gpt2, llama):
 
     state = {key.removeprefix("transformer."): value for key, value in state.items()}
 
+    unread = {name for name in state if not UNREAD.fullmatch(name)}
+
     def fetch(module_name, shape, transposed=False):
         if module_name not in state:
             raise UserError(f"{weights_path}: tensor {module_name} is missing")
         tensor = state[module_name]
-        if not tensor.is_floating_point():
+        unread.discard(module_name)
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise UserError(f"{weights_path}: {module_name} is of {str(tensor.dtype).removeprefix('torch.')}, expected"
-                            " floating-point weights")
+                            " weights in float32, float16 or bfloat16")
         tensor = tensor.float().numpy()
         tensor = tensor.T if transposed else tensor
         if tensor.shape != shape:
@@ -169,6 +188,9 @@ def read_hf_folder(folder, gpt2, llama):
     if architecture is llama:
         fetch("model.embed_tokens.weight", (config.V, config.C))  # these check sizes before anything is allocated
         fetch(f"model.layers.{config.L - 1}.mlp.down_proj.weight", (config.C, config.F))
+        if "lm_head.weight" in state and not np.array_equal(fetch("lm_head.weight", (config.V, config.C)),
+                                                            fetch("model.embed_tokens.weight", (config.V, config.C))):
+            config = dataclasses.replace(config, tied=0)  # a head of its own is used, whatever the flag says
         params = allocate(llama.parameter_table(config))
         for module_name, view, heads in llama_slices(config, params):
             view[:] = neighbors(fetch(module_name, view.shape), heads)
@@ -182,5 +204,9 @@ def read_hf_folder(folder, gpt2, llama):
         if "lm_head.weight" in state and not np.array_equal(fetch("lm_head.weight", (config.V, config.C)),
                                                             params.wte[: config.V]):
             raise UserError(f"{weights_path}: lm_head.weight differs from wte.weight: this project ties the two")
+    if unread:
+        more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+        raise UserError(f"{weights_path}: tensor {min(unread)}{more} would not be read: not a {architecture.TITLE} that"
+                        " this project trains")
     check_finite(weights_path, params, "download or save it again")
     return architecture, config, params

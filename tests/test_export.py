@@ -270,6 +270,11 @@ def test_faults(tmp_path, export, flags, words):
     ("wpe.weight has shape .* expected .* from config.json", {"n_positions": 41}),
     ("h.1.attn.c_proj.bias is missing", {"transformer.h.1.attn.c_proj.bias": None}),
     ("ln_f.bias is of int64", {"transformer.ln_f.bias": torch.zeros(48, dtype=torch.int64)}),
+    ("ln_f.bias is of float8_e4m3fn", {"transformer.ln_f.bias": torch.zeros(48).to(torch.float8_e4m3fn)}),
+    ("tensor ln_f.scale and 1 more would", {"transformer.ln_f.scale": torch.zeros(1), "score": torch.ones(1)}),
+    ("config.json: not the configuration", lambda folder: (folder / "config.json").write_text("[" * 9999)),
+    ("config.json: cannot be read .it is a pipe", lambda folder: ((folder / "config.json").unlink(),
+                                                                  os.mkfifo(folder / "config.json"))),
     ("lm_head.weight differs", {"lm_head.weight": torch.zeros(50, 48)}),
     ("NaN", {"transformer.ln_f.bias": torch.full((48,), torch.nan)})))
 def test_hugging_face_folder_faults(tmp_path, hf_folder, words, damage):

@@ -292,6 +292,10 @@ def test_transformers_computes_the_same(folder, tmp_path, changes):
     ({"model_type": "qwen2"}, "model_type is 'qwen2'"), ({"sliding_window": 16}, "sliding_window is 16"),
     ({"attention_bias": True}, "attention_bias"), ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
+    ({"quantization_config": {"bits": 8}}, "quantization_config is {'bits': 8}, expected None"),
+    ({"logits_scaling": 8}, "logits_scaling is 8"), ({"layer_types": ["chunked"]}, "layer_types has 'chunked'"),
+    ({"rms_norm_eps": np.inf}, "eps=inf"), ({"max_position_embeddings": np.inf}, "OverflowError"),
+    ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "of whole heads"),
     ({"num_key_value_heads": 3}, "NKV=3"), ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5"),
     ({"intermediate_size": 48}, "mlp.down_proj.weight has shape")))
 def test_what_is_no_llama(folder, changes, words):
@@ -300,6 +304,17 @@ def test_what_is_no_llama(folder, changes, words):
     (path / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(UserError, match=words):
         export_weights.read_hf_folder(str(path))
+
+
+def test_what_changes_nothing_is_taken(folder):
+    """A window as wide as the model, fields without a meaning; the head in the file, although a flag ties it."""
+    path, _ = folder()
+    right = export_weights.read_hf_folder(str(path))
+    config = json.loads((path / "config.json").read_text())
+    taken = {"sliding_window": 4096, "tie_word_embeddings": True, "use_cache": True, "rope_interleaved": False}
+    (path / "config.json").write_text(json.dumps({**config, **taken, "pad_token_id": 3}))
+    found = export_weights.read_hf_folder(str(path))
+    assert found[1] == right[1] and np.array_equal(found[2].buffer, right[2].buffer)
 
 
 def test_a_file_of_llm_c_s(tmp_path):
