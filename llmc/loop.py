@@ -136,8 +136,9 @@ class Loop:
     def report(self, step, update):
         """Print and log update number `step`, from 0. Raises UserError when its loss or norm is not finite."""
         check_update(step, update.loss, None if update.skipped else update.norm)
-        self.console.training(step, update.loss, update.seconds)
-        self.log.training(step, learning_rate_at(self.settings, step), update)
+        rate = learning_rate_at(self.settings, step)
+        self.console.training(step, update, rate)
+        self.log.training(step, rate, update)
         if update.skipped:
             self.console.skip(step, update.skipped)
 

@@ -91,22 +91,24 @@ class Console:
     def hellaswag(self, step, correct, count):
         self.print(f"{self.step_of(step)} | HellaSwag {correct}/{count} = {correct / count:.4f}")
 
-    def training(self, step, loss, seconds):
-        """Print the line of update number `step`, from 0, which took `seconds`."""
+    def training(self, step, update, learning_rate):
+        """Print the line of update number `step`, from 0, an Update."""
         first = self.done == self.loop.begin
-        self.done, self.seconds = step + 1, self.seconds + seconds
-        left = self.time_left(seconds)
+        self.done, self.seconds = step + 1, self.seconds + update.seconds
+        left = self.time_left(update.seconds)
         if self.bar:
             self.bar.set_description_str("training", refresh=False)
             self.bar.set_postfix_str(f"{duration(left)} left", refresh=False)
             self.bar.update()
         if first or self.done % self.settings.print_every == 0 or self.done == self.settings.steps:
-            self.print(self.training_line(step, loss, seconds, left))
+            self.print(self.training_line(step, update, learning_rate, left))
 
-    def training_line(self, step, loss, seconds, left):
-        rate = self.settings.update_tokens / seconds
-        took = f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.2f} ms"
-        words = [self.step_of(self.done), f"train loss {loss:.4f}", took, f"{rate:.0f} tok/s"]
+    def training_line(self, step, update, learning_rate, left):
+        rate, seconds = self.settings.update_tokens / update.seconds, update.seconds
+        words = [self.step_of(self.done), f"train loss {update.loss:.4f}"]
+        if update.norm is not None:
+            words += [f"norm {update.norm:.2f}", f"lr {learning_rate:.2e}"]
+        words += [f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.2f} ms", f"{rate:.0f} tok/s"]
         if self.peak:
             words.append(f"{rate / self.peak:.1%} MFU")
         if self.done < self.settings.steps:
@@ -178,8 +180,8 @@ class LlmcLines(Console):
     def validation(self, step, loss):
         print(f"val loss {loss:f}")
 
-    def training_line(self, step, loss, seconds, left):
-        return f"step {step}: train loss {loss:f} (took {seconds * 1000:f} ms)"
+    def training_line(self, step, update, learning_rate, left):
+        return f"step {step}: train loss {update.loss:f} (took {update.seconds * 1000:f} ms)"
 
     def print_end(self, steps):
         pass

@@ -95,9 +95,11 @@ def test_lines(workplace, run_here):
     for step in range(41):
         expected += [f"step {step:>2}/41 | val loss X"] * (step % 10 == 0)
         expected += ["generating:", "---", "IDS", "---"] * (step == 40)
-        expected += [f"step {step + 1:>2}/41 | train loss X | TIME | TIME" + " | TIME left" * (step < 40)]
+        expected += [f"step {step + 1:>2}/41 | train loss X | norm X | lr 1.00e-04 | TIME | TIME"]
+        expected[-1] += " | TIME left" * (step < 40)
     expected += ["41 steps in TIME, TIME while training; the model is in run"]
-    printed = re.sub(r"^(\d+ ){15}$", "IDS", re.sub(r"\d\.\d{4}\b", "X", untimed(text)), flags=re.MULTILINE)
+    printed = re.sub(r"\d\.\d{4}\b|(?<=norm )\d\.\d\d", "X", untimed(text))
+    printed = re.sub(r"^(\d+ ){15}$", "IDS", printed, flags=re.MULTILINE)
     assert printed.splitlines()[7:] == expected
     for number, unit, rate in re.findall(r"(\d+\.\d\d) (m?s) \| (\d+) tok/s", text):
         seconds = float(number) / (1000 if unit == "ms" else 1)

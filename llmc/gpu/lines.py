@@ -61,9 +61,9 @@ class LlmcCudaLines(LlmcLines):
         for size, what in plan:
             print(f"allocated {-(-size // (1 << 20))} MiB for {what}")
 
-    def training_line(self, step, loss, seconds, left):
-        rate = f"{self.settings.update_tokens / seconds:.0f} tok/s"
-        return f"step {step + 1:4d}/{self.settings.steps}: train loss {loss:f} ({seconds * 1000:f} ms, {rate})"
+    def training_line(self, step, update, learning_rate, left):
+        took = f"{update.seconds * 1000:f} ms, {self.settings.update_tokens / update.seconds:.0f} tok/s"
+        return f"step {step + 1:4d}/{self.settings.steps}: train loss {update.loss:f} ({took})"
 
     def print_end(self, steps):
         print(f"total average iteration time: {1000 * self.seconds / steps:f} ms")
