@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import sys
 from signal import SIGTERM
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 from llmc.checkpoint import Progress, count_parameters, owned_by_one
 from llmc.dataloader import open_data
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError
-from llmc.files import HELLASWAG
+from llmc.files import EXPORT, HELLASWAG
 from llmc.logger import Log
 from llmc.outliers import notes_on, read_recent
 from llmc.progress import Console, LlmcLines
@@ -52,6 +53,8 @@ class Loop:
         self.config, self.params, self.model_path = read_start(settings, self.first_step, self.tokenizer, architecture)
         self.parameters = count_parameters(self.config, self.params)
         self.train_loader, self.val_loader = open_data(settings, self.config.V, ranks.rank, ranks.size)
+        if ranks.is_first and not self.tokenizer:
+            print(f"warning: no gpt2_tokenizer.bin: samples are printed as token ids; {EXPORT}", file=sys.stderr)
         self.examples = []
         if settings.hellaswag:
             from llmc import hellaswag  # here: few runs need it

@@ -4,7 +4,6 @@
 import dataclasses
 import os
 import shutil
-import sys
 
 from llmc.dataloader import tokenizer_beside
 from llmc.errors import UserError
@@ -65,12 +64,9 @@ def keep_tokenizer(directory, tokenizer):
 
 def load_tokenizer(settings):
     """Read the tokenizer file: --tokenizer, else the one beside the data (which becomes settings.tokenizer), else
-    gpt2_tokenizer.bin. Returns None, with a warning, if there is none; raises UserError if --tokenizer is missing."""
+    gpt2_tokenizer.bin. Returns None if there is none; raises UserError if --tokenizer is missing."""
     beside = tokenizer_beside(settings.data)
     if not settings.tokenizer and os.path.lexists(beside):
         settings.tokenizer = beside
     path = settings.tokenizer or "gpt2_tokenizer.bin"
-    if not settings.tokenizer and not os.path.lexists(path):
-        print(f"warning: {path}: no such file, samples are printed as token ids; {EXPORT}", file=sys.stderr)
-        return None
-    return read_tokenizer(path)
+    return read_tokenizer(path) if settings.tokenizer or os.path.lexists(path) else None
