@@ -49,8 +49,7 @@ except ImportError as error:
 
 import train_gpt2
 import train_gpt2_cuda as cuda
-from export_weights import (ADAMW, VOCABULARIES, adamw, collect_gradients, make_debug_state, overfit, rotations,
-                            swapped, to_reference, torch_errors_as_lines)
+from export_weights import VOCABULARIES
 from llmc.api import architecture_of, load_model, on_gpu
 from llmc.checkpoint import read_model, write_model
 from llmc.debugstate import check_tensor, read_debug_state, write_debug_state
@@ -61,6 +60,8 @@ from llmc.gpu.precision import Precision
 from llmc.settings import Settings
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, views
 from llmc.gpu.trainer import Trainer, open_device, open_trainer
+from reference import (ADAMW, adamw, collect_gradients, make_debug_state, overfit, rotations, swapped, to_reference,
+                       torch_errors_as_lines)
 from train_gpt2 import GPT2, random_model, random_params
 from train_llama3 import Llama3
 

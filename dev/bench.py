@@ -295,7 +295,7 @@ def step_of_pytorch(job):
     """On the CPU or a GPU. There, logits are padded like ours, because multiples of 128 are fast."""
     import torch
 
-    from export_weights import ADAMW, adamw, to_reference
+    from reference import ADAMW, adamw, to_reference
 
     torch.set_num_threads(THREADS)
     making, on_gpu, (config, params) = time.perf_counter(), job.command == "gpu", random_model(MODELS[job.model], V)

@@ -1,13 +1,14 @@
 """
-The losses of train_gpt2_cuda.py beside PyTorch's, from the same weights over the same batches.
+The losses of train_gpt2_cuda.py beside PyTorch's, from the same weights over the same batches; without a GPU, those of
+train_gpt2.py. If matplotlib is installed, losses.png shows them.
 
-    python dev/compare_losses.py -e gpt2_d12.bin                        # bfloat16, one epoch, B=4, T=1024; needs a GPU
-    python dev/compare_losses.py -e gpt2_d12.bin -b 32 -t 256 -x 500    # longer
+    python dev/compare_losses.py -e d2 -i data/pyprose -x 100           # on a CPU: a minute
+    python dev/compare_losses.py -e gpt2_d12.bin                        # bfloat16, one epoch, B=4, T=1024
     python dev/compare_losses.py -e gpt2_d12.bin --dtype float32        # TF32 matmuls; --tf32 0: float32 ones
     python dev/compare_losses.py -e d12 -i "data/corpus/corpus_train_*.bin" -b 64 -d 524288 -x 1500 -l 6e-4 -u 50 \\
         -k cosine -c 0.1 --grad_clip 1 --run runs/long --updates 500 --fast 1     # a run's first losses
 
-The flags are those of train_gpt2_cuda.py, and three more. PyTorch runs twice. If ours is bfloat16, it runs in float32
+The flags are those of the trainer, and three more. PyTorch runs twice. If ours is bfloat16, it runs in float32
 and in bfloat16 under autocast; with --fast 1, for long runs, both are compiled and float32 has TF32 matmuls. If ours is
 float32, both runs have matmuls like ours, TF32 or float32, but the second uses other kernels: one sequence of the batch
 at a time, so that cuBLAS chooses for other shapes, F.scaled_dot_product_attention, fused AdamW, and the channels of the
@@ -18,6 +19,7 @@ The exit status is 0 if the largest error and the root mean square over the step
 last printed digit), and in bfloat16 the mean of our last ten losses is within 0.02 of that of PyTorch in float32.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -30,24 +32,26 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from export_weights import to_reference
 from llmc.dataloader import open_data
-from llmc.errors import UserError, run_main
+from llmc.errors import UserError, import_package, run_main
 from llmc.resume import read_start
 from llmc.schedulers import learning_rate_at
-from llmc.settings import field_flags, option, parse_settings
+from llmc.settings import Settings, field_flags, option, parse_settings
 from llmc.tensors import views
 from llmc.tokenizer import load_tokenizer
 from plot_log import read_log
 from readme import output_of
+from reference import to_reference
 from train_gpt2 import GPT2
 from train_gpt2_cuda import CudaSettings
 
+TRAINED, PROGRAM, DEVICE = ((CudaSettings, "train_gpt2_cuda.py", "cuda") if torch.cuda.is_available() else
+                            (Settings, "train_gpt2.py", "cpu"))
 SCORES = 16 << 20  # attention scores, B*T*T, that PyTorch may keep at a time, where it stores them
 
 
 @dataclass
-class Comparison(CudaSettings):
+class Comparison(TRAINED):
     """The settings of a training run, and what to compare."""
 
     run: str = option("", group="comparison", help="the directory or log of our run with these flags, if it was made")
@@ -55,7 +59,7 @@ class Comparison(CudaSettings):
     fast: int = option(0, group="comparison", choices=(0, 1),
                        help="1: compile PyTorch, and let its float32 run use TF32 matmuls (bfloat16 only)")
 
-    AT_LEAST: ClassVar = {**CudaSettings.AT_LEAST, "updates": 0}
+    AT_LEAST: ClassVar = {**TRAINED.AT_LEAST, "updates": 0}
 
 
 def reorder_channels(config, params, seed):
@@ -78,14 +82,14 @@ def run_ours(settings):
         if "trl" not in curves:
             raise UserError(f"{settings.run}: no training loss in it yet")
         return curves["trl"][1]
-    command = [sys.executable, os.path.join(ROOT, "train_gpt2_cuda.py"), *flags_of(settings)]
+    command = [sys.executable, os.path.join(ROOT, PROGRAM), *flags_of(settings)]
     return [float(loss) for loss in re.findall(r"^step .*train loss (\S+)", output_of(command), re.MULTILINE)]
 
 
 def flags_of(settings):
     """The flags of our run, which prints a line a step. All are given, because the defaults of -e dN are others."""
     flags = ["-v", "0", "-s", "0", "--final_reports", "0", "--print_every", "1", "--lines", "llmc"]
-    for field in dataclasses.fields(CudaSettings):
+    for field in dataclasses.fields(TRAINED):
         flag, value = field_flags(field)[0], getattr(settings, field.name)
         if flag not in flags and value is not False and value != "":
             flags += [flag, *([] if value is True else [str(value)])]
@@ -100,14 +104,14 @@ def make_optimizer(model, settings, fused):
                              betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=fused or None)
 
 
-def run_pytorch(settings, updates, name, tf32=False, autocast=False, others=False, fast=False, device="cuda"):
+def run_pytorch(settings, updates, name, tf32=False, autocast=False, others=False, fast=False):
     """Return the loss of each update. others: use other kernels, and another order of sums. fast: compile."""
     config, params, _ = read_start(settings, None, load_tokenizer(settings), GPT2)
     params = reorder_channels(config, params, seed=0) if others else params
     fused = others or autocast or fast
     rows = 1 if others else settings.B if autocast else 32 if fast else max(1, SCORES // settings.T**2)  # at a time
     torch.backends.cuda.matmul.allow_tf32 = tf32
-    model = to_reference(config, params, flash=fused).to(device)
+    model = to_reference(config, params, flash=fused).to(DEVICE)
     optimizer = make_optimizer(model, settings, fused)
     if fast:
         model = torch.compile(model)
@@ -116,10 +120,10 @@ def run_pytorch(settings, updates, name, tf32=False, autocast=False, others=Fals
         optimizer.zero_grad(set_to_none=True)
         mean = 0.0
         for _ in range(settings.micro_steps):
-            batch = [torch.from_numpy(np.ascontiguousarray(ids)).long().to(device).split(rows)
+            batch = [torch.from_numpy(np.ascontiguousarray(ids)).long().to(DEVICE).split(rows)
                      for ids in loader.next_batch()]
             for x, y in zip(*batch):
-                with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
                     loss = model(x, y)[1] * (len(x) / settings.B / settings.micro_steps)
                 loss.backward()
                 mean += loss.item()
@@ -139,8 +143,8 @@ def largest_and_typical(differences):
 
 def main():
     settings = parse_settings(Comparison, "Compare our losses with PyTorch's.")
-    if not torch.cuda.is_available():
-        raise UserError("PyTorch sees no GPU, and this comparison needs one")
+    if DEVICE == "cpu":
+        settings.dtype, settings.tf32 = "float32", 0
     settings.dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
     if settings.fast and settings.dtype != "bfloat16":
         raise UserError("--fast 1: this compares float32 runs: pass --fast 0")
@@ -159,12 +163,18 @@ def main():
 
     gap, error = np.abs(one - two), np.minimum(np.abs(ours - one), np.abs(ours - two))
     okay = bool((largest_and_typical(error) <= largest_and_typical(gap) + 1e-6).all())
+    device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
     shape = f"B={settings.B} T={settings.T}" + f" -d {settings.total_batch_size}" * (settings.micro_steps > 1)
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {settings.model}, {shape}, {described}")
+    print(f"{device}, PyTorch {torch.__version__}, {settings.model}, {shape}, {described}")
     columns = [*curves, gap, error]
     print(" ".join([f"{'step':>4} {'ours':>10}", *(f"{name:>10}" for name in (*rivals, "gap", "our error"))]))
     for i in [*range(0, len(ours), 3 * max(8, len(ours) // 10)), len(ours) - 1]:
         print(" ".join([f"{i + 1:>4} {ours[i]:>10.6f}", *(f"{column[i]:>10.6f}" for column in columns)]))
+    with contextlib.suppress(UserError):
+        plot = import_package("matplotlib.pyplot", "losses.png")
+        plot.plot(np.transpose([ours, *curves]), label=["ours", *rivals])
+        plot.legend()
+        plot.savefig("losses.png")
     for what, allowed, found in zip(("largest", "root mean square"), largest_and_typical(gap),
                                     largest_and_typical(error)):
         print(f"{what} over {len(ours)} steps: gap {allowed:.6f}, our error {found:.6f}")

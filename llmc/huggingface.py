@@ -12,9 +12,10 @@ import numpy as np
 from llmc.checkpoint import padded
 from llmc.errors import UserError, import_package
 from llmc.files import open_input
-from llmc.tensors import allocate, check_finite
+from llmc.tensors import allocate, bf16_to_float32, check_finite
 
 HINT = "expected a Hugging Face folder with config.json and model.safetensors"
+STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}  # safetensors' name -> NumPy's; BF16: its bits
 HARMLESS = re.compile(  # fields that change no logits; nor do unknown ones that are null, false, 0 or empty
     r"_.*|architectures|auto_map|transformers(\.js)?_.*|(torch_)?dtype|model_type|.*_token_id|use_cache|.*_range|n_ctx|"
     r"(.*_)?(dropout|pdrop)|summary_.*|output_.*|return_dict.*|id2label|label2id|problem_type|task_specific_params|"
@@ -91,6 +92,11 @@ def neighbors(weight, heads):
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape) if heads else weight
 
 
+def halves(weight, heads):
+    """The inverse of `neighbors`: our order of rows -> Hugging Face's."""
+    return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape) if heads else weight
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # GPT-2
 
@@ -134,8 +140,7 @@ def gpt2_config_of(hf, path, Config):
 def read_hf_folder(folder, gpt2, llama):
     """Read (architecture, config, params) from a Hugging Face folder: config.json and model.safetensors, no pickle.
     gpt2, llama: the classes of the two pages."""
-    _, safetensors, torch = (import_package(name, "a Hugging Face folder")
-                             for name in ("torch", "safetensors", "safetensors.torch"))
+    safetensors = import_package("safetensors", "a Hugging Face folder")
     config_path, weights_path = (os.path.join(folder, name) for name in ("config.json", "model.safetensors"))
     index_path, state = f"{weights_path}.index.json", {}
     path = config_path
@@ -158,8 +163,8 @@ def read_hf_folder(folder, gpt2, llama):
             with open_input(path, HINT) as f:
                 shards = [os.path.join(folder, name) for name in sorted(set(json.load(f)["weight_map"].values()))]
         for path in shards:
-            open_input(path, HINT).close()
-            state |= torch.load_file(path)
+            with open_input(path, HINT) as f:
+                state |= safetensors.deserialize(f.read())
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         what = "configuration of a GPT-2 or Llama" if path == config_path else "index of a model's shards"
         raise UserError(f"{path}: not the {what} ({error!r})") from None
@@ -175,10 +180,10 @@ def read_hf_folder(folder, gpt2, llama):
             raise UserError(f"{weights_path}: tensor {module_name} is missing")
         tensor = state[module_name]
         unread.discard(module_name)
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise UserError(f"{weights_path}: {module_name} is of {str(tensor.dtype).removeprefix('torch.')}, expected"
-                            " weights in float32, float16 or bfloat16")
-        tensor = tensor.float().numpy()
+        if tensor["dtype"] not in STORED:
+            raise UserError(f"{weights_path}: {module_name} is of {tensor['dtype']}, expected {', '.join(STORED)}")
+        numbers = np.frombuffer(tensor["data"], STORED[tensor["dtype"]]).reshape(tensor["shape"])
+        tensor = bf16_to_float32(numbers) if tensor["dtype"] == "BF16" else numbers.astype(np.float32, copy=False)
         tensor = tensor.T if transposed else tensor
         if tensor.shape != shape:
             raise UserError(f"{weights_path}: {module_name} has shape {tensor.shape}, expected {shape} from"

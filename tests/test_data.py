@@ -283,14 +283,15 @@ def test_numpy_alone_is_enough_for_own_text(tmp_path, vocabulary, V):
     done = [run("prepro_text.py", "x.jsonl", "--vocabulary", vocabulary, "--output", "x"),
             run("train_gpt2.py", "-e", "d2", "-i", "x", "-o", "run", "-t", 16, "-x", 80, "-g", 40),
             run("generate.py", "run", "--prompt", "ä", "--tokens", 14),
-            run("evaluate.py", "run", "--data", "x", "--tokens", 500)]
-    assert [(program.returncode, program.stderr) for program in done] == 4 * [(0, "")]
+            run("evaluate.py", "run", "--data", "x", "--tokens", 500),
+            run("export_weights.py", "--model", "run", "--output_dir", "out", "--debug_state", 0)]
+    assert [(program.returncode, program.stderr) for program in done] == 5 * [(0, "")]
     assert f"vocabulary of {V} tokens" in done[0].stdout and "tokenizer=x_tokenizer.bin" in done[1].stdout
     for sample in done[1].stdout.split("---\n")[1], done[2].stdout:
         assert len(re.findall("[äöü]", sample)) > 5 and not set(sample) - set("äöü\n\ufffd<|endoftext|>")
     assert "bits per byte" in done[3].stdout
     for command, missing in (("prepro_text.py x.jsonl", "tiktoken"), ("prepro_tinyshakespeare.py", "requests"),
-                             ("dev/plot_log.py x.log", "matplotlib"), ("export_weights.py", "-r requirements.txt")):
+                             ("dev/plot_log.py x.log", "matplotlib"), ("export_weights.py", "huggingface_hub")):
         assert_one_line_error(run(*command.split()), f"pip install {missing}")
 
 

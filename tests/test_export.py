@@ -9,6 +9,7 @@ import shutil
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 import export_weights as e
@@ -20,6 +21,7 @@ from llmc.resume import checkpoint_paths
 from llmc.tensors import bf16_bits, bf16_to_float32, flat
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from llmc.debugstate import read_debug_state
+from reference import ADAMW, to_reference
 from train_gpt2 import Config, GPT2, random_model
 from llmc.vocabulary import EOT, load_vocabulary, open_vocabulary, save_vocabulary
 
@@ -54,7 +56,7 @@ def test_import_from_transformers(tmp_path):
         largest = np.abs(expected).max()
         assert np.abs(model.acts.logits - expected).max() < 2e-4 * largest
         for flash in (False, True):
-            ours = e.to_reference(config, params, flash)
+            ours = to_reference(config, params, flash)
             logits, _ = ours(x, x)
             assert np.abs(logits.numpy() - expected).max() < 1e-5 * largest
             last, none = ours(x)
@@ -203,7 +205,7 @@ def test_random_model_files(tmp_path, export):
     assert bf16_config == config and np.array_equal(flat(bf16), bf16_to_float32(bf16_bits(flat(params))))
     for one in (bf16, params):  # one model in two precisions
         state = read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, one)
-    assert state.x.shape == (4, 64) and state.optimizer == e.ADAMW
+    assert state.x.shape == (4, 64) and state.optimizer == ADAMW
     assert [f"{loss:.6f}" for loss in state.losses] == re.findall(r"^iteration .*, loss: (\S+),", output, re.MULTILINE)
     export()
     assert first == {name: (tmp_path / "out" / name).read_bytes() for name in names}, "the same command, the same files"
@@ -269,8 +271,8 @@ def test_faults(tmp_path, export, flags, words):
     ("tie_word_embeddings is False, expected", {"tie_word_embeddings": False}),
     ("wpe.weight has shape .* expected .* from config.json", {"n_positions": 41}),
     ("h.1.attn.c_proj.bias is missing", {"transformer.h.1.attn.c_proj.bias": None}),
-    ("ln_f.bias is of int64", {"transformer.ln_f.bias": torch.zeros(48, dtype=torch.int64)}),
-    ("ln_f.bias is of float8_e4m3fn", {"transformer.ln_f.bias": torch.zeros(48).to(torch.float8_e4m3fn)}),
+    ("ln_f.bias is of I64", {"transformer.ln_f.bias": torch.zeros(48, dtype=torch.int64)}),
+    ("ln_f.bias is of F8_E4M3", {"transformer.ln_f.bias": torch.zeros(48).to(torch.float8_e4m3fn)}),
     ("tensor ln_f.scale and 1 more would", {"transformer.ln_f.scale": torch.zeros(1), "score": torch.ones(1)}),
     ("config.json: not the configuration", lambda folder: (folder / "config.json").write_text("[" * 9999)),
     ("config.json: cannot be read .it is a pipe", lambda folder: ((folder / "config.json").unlink(),
@@ -284,9 +286,9 @@ def test_hugging_face_folder_faults(tmp_path, hf_folder, words, damage):
     if callable(damage):
         damage(tmp_path)
     elif "." in next(iter(damage)):
-        tensors = {**e.safetensors.torch.load_file(weights), **damage}
+        tensors = {**safetensors.torch.load_file(weights), **damage}
         tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        e.safetensors.torch.save_file(tensors, weights, metadata={"format": "pt"})
+        safetensors.torch.save_file(tensors, weights, metadata={"format": "pt"})
     else:
         config.write_text(json.dumps({**json.loads(config.read_text()), **damage}))
     with pytest.raises(UserError, match=words) as error:

@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 import torch
 
-import export_weights
 import llmc.gpu.lines
 import llmc.progress
 import plot_log
@@ -31,11 +30,13 @@ import train_llama3
 from conftest import GPT2_124M, ROOT, SMALL, draw_slowly, make_model, random_params, remove_after
 from llmc.checkpoint import write_model
 from llmc.dataloader import DataLoader
+from llmc.huggingface import halves
 from llmc.resume import checkpoint_paths, newest_checkpoint, stopped
 from llmc.schedulers import learning_rate_at
 from llmc.settings import parse_settings, Settings
 from llmc.tensors import table_elements
 from llmc.tokenizer import read_tokenizer, write_tokenizer
+from reference import module_slices, to_reference
 from train_gpt2 import activation_table, Config, GPT2
 
 FAST = ("-b", 2, "-t", 8, "-g", 16, "--lines", "llmc")  # whose losses have more digits
@@ -306,7 +307,7 @@ def test_updates_are_pytorch_s(config, decay, clip):
     """Loss, norm and weights, of three updates of two batches, in a warm-up, with weight decay; clip: of the norm."""
     architecture, params = {SMALL: GPT2, LLAMA: train_llama3.Llama3}[config], random_params(config, ones=1.0)
     batches = np.random.default_rng(0).integers(0, config.V, (3, 2, 2, 2, 9))  # update, micro-step, inputs or targets
-    reference = export_weights.to_reference(config, params, dtype=torch.float64)
+    reference = to_reference(config, params, dtype=torch.float64)
 
     def loss_of(batches):
         return sum(reference(*torch.from_numpy(batch))[1] for batch in batches) / len(batches)
@@ -332,8 +333,8 @@ def test_updates_are_pytorch_s(config, decay, clip):
         optimizer.step()
         assert (update.loss, update.norm) == pytest.approx((loss.item(), norm), rel=1e-4) and norm > 1.4
     expected = dict(reference.named_parameters())
-    for name, view, heads in export_weights.module_slices(config, model.params):
-        assert np.abs(export_weights.halves(view, heads) - expected[name].detach().numpy()).max() < 1e-5, name
+    for name, view, heads in module_slices(config, model.params):
+        assert np.abs(halves(view, heads) - expected[name].detach().numpy()).max() < 1e-5, name
 
 
 @pytest.fixture
