@@ -164,12 +164,14 @@ def open_files(pattern, V, most):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# HellaSwag
+# multiple choice: HellaSwag, MMLU
+
+CHOICES = {"hellaswag": "HellaSwag", "mmlu": "MMLU"}  # flag -> name
 
 
-def evaluate_hellaswag(model, examples, B, T):
-    """Return the results on HellaSwag as a dict."""
-    with progress_bar(4 * len(examples), "HellaSwag", "ending") as advance:
+def evaluate_choices(model, name, examples, B, T):
+    """Return the results on examples as a dict."""
+    with progress_bar(4 * len(examples), name, "ending") as advance:
 
         def losses_of(inputs, targets):
             advance(len(inputs))
@@ -189,7 +191,7 @@ def parse_arguments():
     parser.add_argument("model", help="the directory of a run, a .bin file or a Hugging Face folder")
     parser.add_argument("--data", metavar="FILES", default=argparse.SUPPRESS,
                         help="validation tokens: a path, a quoted glob, or the PREFIX of PREFIX_val.bin (default: those"
-                        " of the run, unless there is --hellaswag)")
+                        " of the run, unless there is --hellaswag or --mmlu)")
     parser.add_argument("--tokens", type=int, metavar="N", default=0, help="the first N tokens of the data (0: all)")
     parser.add_argument("--context", type=int, metavar="T", default=1024, help="tokens of a window; at most"
                         " the model's longest sequence")
@@ -197,7 +199,9 @@ def parse_arguments():
                         " the context (0: half of it)")
     parser.add_argument("--hellaswag", metavar="FILE", default=argparse.SUPPRESS,
                         help=f"examples written by prepro/hellaswag.py: {HELLASWAG}")
-    parser.add_argument("--examples", type=int, metavar="N", default=0, help="the first N of HellaSwag (0: all)")
+    parser.add_argument("--mmlu", metavar="FILE", default=argparse.SUPPRESS,
+                        help="examples written by prepro/mmlu.py: data/mmlu_test.bin")
+    parser.add_argument("--examples", type=int, metavar="N", default=0, help="the first N of those (0: all)")
     parser.add_argument("--batch_size", type=int, metavar="B", default=0,
                         help="windows at a time (0: on a CPU up to 16, of 256 MiB in all; 4 on a GPU)")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one")
@@ -205,7 +209,7 @@ def parse_arguments():
                         help="tokenizer file, for bits per byte (default: the one beside the model)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
-    if not hasattr(args, "data") and not hasattr(args, "hellaswag"):
+    if not any(hasattr(args, flag) for flag in ("data", *CHOICES)):
         args.data = data_of_run(args.model)
     for name, least in (("tokens", 0), ("context", 2), ("stride", 0), ("examples", 0), ("batch_size", 0)):
         if getattr(args, name) < least:
@@ -233,18 +237,19 @@ def evaluate(args):
     """Run the evaluations of `args`; returns the results as a dict."""
     if hasattr(args, "data"):
         architecture, config, params, tokenizer = load_with_vocabulary(args.model, getattr(args, "tokenizer", None))
-    else:  # HellaSwag's examples are ids
+    else:  # examples are ids
         (architecture, config, params), tokenizer = load_model(args.model), None
     T = min(args.context, config.maxT)
     if T < 2:
         raise UserError(f"{args.model}: its longest sequence is one token, expected at least 2, to predict one from the"
                         " other")
-    stride, files, examples = min(args.stride or T // 2, T), [], []
+    stride, files, choices = min(args.stride or T // 2, T), [], {}
     if hasattr(args, "data"):
         files = open_files(args.data, config.V, args.tokens)
-    if hasattr(args, "hellaswag"):
-        hint = "pass --context" if T < config.maxT else "this is the model's longest sequence: train one with -t"
-        examples = load_examples(args.hellaswag, config.V, T, args.examples, hint)
+    hint = "pass --context" if T < config.maxT else "this is the model's longest sequence: train one with -t"
+    for flag in CHOICES:
+        if hasattr(args, flag):
+            choices[flag] = load_examples(getattr(args, flag), config.V, T, args.examples, hint)
     model, device, B = open_model(architecture, config, params, args.device, T)
     B = args.batch_size or B
     model.allocate_activations(B, T)
@@ -252,8 +257,8 @@ def evaluate(args):
     if files:
         results |= {"data": args.data, "validation_stride": T, "stride": stride,
                     **evaluate_data(model, files, tokenizer, B, T, stride)}
-    if examples:
-        results["hellaswag"] = evaluate_hellaswag(model, examples, B, T)
+    for flag, examples in choices.items():
+        results[flag] = evaluate_choices(model, CHOICES[flag], examples, B, T)
     return results
 
 
@@ -266,9 +271,9 @@ def print_results(results):
         whence = {"perplexity": f" = exp({math.log(results['perplexity']):.4f})"}
         table.append([(name, f"{results[key]:{spec}}{whence.get(key, '')}, of windows {results[stride]} tokens apart")
                       for name, key, spec, stride in measures if results[key] is not None])
-    if "hellaswag" in results:
-        found = results["hellaswag"]
-        table.append([("HellaSwag acc_norm", f"{found['acc_norm']:.4f} ({found['correct']} of {found['examples']})")])
+    for flag, name in CHOICES.items():
+        if found := results.get(flag):
+            table.append([(f"{name} acc_norm", f"{found['acc_norm']:.4f} ({found['correct']} of {found['examples']})")])
     print_table(table)
 
 

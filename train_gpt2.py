@@ -32,7 +32,7 @@ from llmc.checkpoint import padded
 from llmc.errors import run_main
 from llmc.files import MODEL_MAGIC, STATE_MAGIC, locked, make_header
 from llmc.loop import Loop, Saver, Update, check_update
-from llmc.outliers import LOSS, NORM, RECENT, reason_to_skip, z_score
+from llmc.outliers import RECENT, judge
 from llmc.sampler import draw
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, parse_settings
@@ -736,14 +736,14 @@ def train_step(model, loader, settings, step):
         loss += model.forward(*loader.next_batch()) / settings.micro_steps
         check_update(step, loss)
         model.backward(micro_step, settings.micro_steps)
-    (norm, grad_scale), skipped = model.norm_and_scale(settings), None
+    (norm, grad_scale), z_scores, skipped = model.norm_and_scale(settings), None, None
     if settings.skips_outliers:
-        skipped = reason_to_skip(settings, z_score(model.recent[LOSS], loss), z_score(model.recent[NORM], norm))
+        z_scores, skipped = judge(settings, model.recent, loss, norm)
     if not skipped:
         check_update(step, loss, norm)
         rate = learning_rate_at(settings, step)
         model.optimizer.update(model.params, model.grads, settings, rate, step + 1, grad_scale)
-    return Update(loss, norm, time.perf_counter() - start, skipped)
+    return Update(loss, norm, time.perf_counter() - start, skipped, z_scores)
 
 
 if __name__ == "__main__":

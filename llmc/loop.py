@@ -37,6 +37,7 @@ class Update(NamedTuple):
     norm: float | None  # of the gradients; None unless settings.needs_norm
     seconds: float
     skipped: str | None  # why the weights were not updated
+    z_scores: tuple | None = None  # of loss and norm: see outliers.py; None unless settings.skips_outliers
     fp8: tuple | None = None  # in a run of --dtype fp8: how many numbers are 448 or NaN in 8 bits, and how many 0
 
 

@@ -23,6 +23,12 @@ def z_score(recent, x):
     return float((np.float32(x) - values.mean()) / deviation) if deviation else 0.0
 
 
+def judge(settings, recent, loss, norm):
+    """((loss's z-score, norm's), why the update is an outlier or None); both are added to `recent`, (2,) RECENT."""
+    z_scores = z_score(recent[LOSS], loss), z_score(recent[NORM], norm)
+    return z_scores, reason_to_skip(settings, *z_scores)
+
+
 def reason_to_skip(settings, loss_z, norm_z):
     """Return why an update is an outlier, a text; None if it is not."""
     for what, z, limit in (("loss", loss_z, settings.skip_loss_zscore), ("norm", norm_z, settings.skip_norm_zscore)):

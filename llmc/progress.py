@@ -105,9 +105,10 @@ class Console:
 
     def training_line(self, step, update, learning_rate, left):
         rate, seconds = self.settings.update_tokens / update.seconds, update.seconds
-        words = [self.step_of(self.done), f"train loss {update.loss:.4f}"]
+        loss_z, norm_z = (f" ({z:+.2f}z)" for z in update.z_scores) if update.z_scores else ("", "")
+        words = [self.step_of(self.done), f"train loss {update.loss:.4f}{loss_z}"]
         if update.norm is not None:
-            words += [f"norm {update.norm:.2f}", f"lr {learning_rate:.2e}"]
+            words += [f"norm {update.norm:.2f}{norm_z}", f"lr {learning_rate:.2e}"]
         words += [f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.2f} ms", f"{rate:.0f} tok/s"]
         if self.peak:
             words.append(f"{rate / self.peak:.1%} MFU")

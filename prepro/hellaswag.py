@@ -37,12 +37,17 @@ def parse_line(where, line, vocabulary):
             raise TypeError("'ctx' or 'endings' that are not text")
         if len(endings) != ENDINGS or str(label) not in map(str, range(ENDINGS)):
             raise ValueError(f"{len(endings)} endings and label {label}")
-        ids = [np.array(vocabulary.encode(text, begin), np.int32)  # begin: after the token that begins a text, if any
-               for begin, text in ((True, context), *((False, f" {ending}") for ending in endings))]
+        return make_example(context, endings, int(label), vocabulary)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise UserError(f"{where}: expected a JSON object with a text 'ctx', {ENDINGS} 'endings' and a 'label' of 0 to"
                         f" {ENDINGS - 1}, found: {error!r}") from None
-    return Example(ids[0], ids[1:], int(label))
+
+
+def make_example(context, endings, label, vocabulary):
+    """The Example of texts: the context after the token that begins a text, if there is one, endings after a space."""
+    context, *endings = (np.array(vocabulary.encode(text, begin), np.int32)
+                         for begin, text in ((True, context), *((False, f" {ending}") for ending in endings)))
+    return Example(context, endings, label)
 
 
 def write_examples(path, examples, V):

@@ -1,11 +1,14 @@
 """HellaSwag's file and accuracy, --hellaswag of the trainers, evaluate.py; the numbers of transformers."""
 
+import dataclasses
 import hashlib
+import io
 import json
 import math
 import re
 import shutil
 import struct
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +25,8 @@ from llmc.hellaswag import Example, count_correct, read_examples
 from llmc.settings import Settings
 from llmc.tensors import flat
 from llmc.tokenizer import Tokenizer, write_tokenizer
-from prepro import hellaswag
+from llmc.vocabulary import open_vocabulary
+from prepro import hellaswag, mmlu
 from prepro.hellaswag import write_examples
 
 HELLASWAG = "data/hellaswag_val.bin"
@@ -86,6 +90,36 @@ def test_prepro_hellaswag_refuses_other_lines(tmp_path, vocabulary_here, run_her
     assert not (tmp_path / "o").exists()
     run_here(hellaswag, "--input", path, "--output", path, fails=["the text itself"])
     assert path.read_text() == f"{LINES}{line}\n"
+
+
+def test_prepro_mmlu(workplace, vocabulary_here, run_here, results):
+    """The test files of the archive, sorted; evaluate.py takes them as it takes HellaSwag's."""
+    files = {"data/test/b_test.csv": 'What is "a",,"b, c",d,e,C\n', "data/val/a_val.csv": "x", "data/test/a_test.csv":
+             '"Two\nlines?",one,two,three,four,B\n'}
+
+    def pack(files):
+        with tarfile.open("data.tar", "w") as archive:
+            for name, text in files.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(text)
+                archive.addfile(member, io.BytesIO(text.encode()))
+
+    pack(files)
+    assert run_here(mmlu, "--input", "data.tar").stdout == "Saved 2 examples to data/mmlu_test.bin\n"
+    first, second = read_examples("data/mmlu_test.bin", 50257)
+    text = open_vocabulary("gpt2").decode
+    assert text(first.context) == "Question: Two\nlines?\n\nAnswer:" and (first.label, second.label) == (1, 2)
+    assert [text(ids) for ids in second.endings] == [" ", " b, c", " d", " e"]
+    run_here(mmlu, "--input", "data.tar", "--vocabulary", "bytes", "--output", "x.bin")
+    config = dataclasses.replace(SMALL, maxT=64)
+    write_model("gpt2_124M.bin", config, random_params(config))
+    found = results("gpt2_124M.bin", "--mmlu", "x.bin", "--hellaswag", "x.bin", *TOKENIZER)
+    assert found["mmlu"] == found["hellaswag"] and found["mmlu"]["examples"] == 2
+    pack({"data/test/x_test.csv": "a,b\n"})
+    run_here(mmlu, "--input", "data.tar", fails=("x_test.csv:1: ['a', 'b'], expected a question",))
+    pack({})
+    run_here(mmlu, "--input", "data.tar", fails=("0 examples",))
+    run_here(mmlu, "--input", "gpt2_124M.bin", fails=("not MMLU's data.tar",))
 
 
 def test_examples_round_trip(examples):

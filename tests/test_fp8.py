@@ -115,7 +115,7 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, confi
 def test_a_run_s_table_keeps_its_columns(tmp_path):
     for step, dtype in enumerate(("fp8", "bfloat16", "fp8")):
         log = Log(cuda.CudaSettings(output=str(tmp_path), B=1, T=16, total_batch_size=16, dtype=dtype), step)
-        log.training(step, 0.1, Update(4.0, 1.0, 0.5, None, (7, 9) if dtype == "fp8" else None))
+        log.training(step, 0.1, Update(4.0, 1.0, 0.5, None, None, (7, 9) if dtype == "fp8" else None))
     _, *rows = (tmp_path / "main.csv").read_text().splitlines()
     assert [row.split(",")[-2:] for row in rows] == [["7", "9"], ["", ""], ["7", "9"]]
 
