@@ -13,12 +13,12 @@ no CUDA toolkit.
     python dev/profile_gpu.py                 # where the time of a step goes, kernel by kernel
     python train_gpt2_cuda.py --gpus 4        # four processes, a GPU each; or start them with torchrun, mpirun or srun
 
-A step never waits for the host: it is one CUDA graph, from the copy of the batch out of pinned memory to AdamW, and the
-host prints a step's loss while the next one runs. Results are bit-identical from run to run and across a resume: every
+A step is one CUDA graph, from the copy of the batch out of pinned memory to AdamW; Trainer.begin_step launches it. The
+host prints a step's loss during the next one. Results are bit-identical from run to run and across a resume: every
 sum has a fixed order, and there are no atomic additions of floats. The same holds on 1, 2, 4, 8 and 16 GPUs:
 llmc/gpu/several/zero.py says how.
 
-The whole step is on this page: tables, launches, forward, backward, norm, AdamW, their order, the capture as a graph.
+On this page: tables, launches, forward, backward, norm, AdamW, their order. Trainer.prepare calls GPT2.capture, once.
 llmc/gpu/trainer.py has what surrounds it: buffers, batches, reports, copies of the state; llmc/loop.py what happens
 between steps. 8-bit matmuls (llmc/gpu/fp8.py) and several GPUs (llmc/gpu/several/) are classes that derive from these.
 """
@@ -138,7 +138,7 @@ def resolve_auto(settings, arch):
 # layout: the tables of activations
 
 RECOMPUTED = {0: (), 1: ("fch_gelu",), 2: ("fch_gelu", "ln1", "ln2")}  # rows that hold one layer at a time
-READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_gelu", "logits": "lnf"}  # matmul -> its input
+READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_gelu", "logits": "lnf"}  # matmul -> its input, for fp8.py
 
 
 def activation_table(config, B, T, precision, recompute):
@@ -213,8 +213,8 @@ def gradient_table(config, B, T, precision):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# layers, in network order. A layer that train_gpt2.py has, too, keeps its name and the order of its arguments here,
-# after the Device. Matmuls are Linear's: llmc/gpu/matmul.py.
+# layers, in network order, with train_gpt2.py's names; C, HS and so on are compiled into the kernels. `x =` says that x
+# is written, `x +=` that it is added to. Matmuls are Linear's: llmc/gpu/matmul.py.
 
 
 def encoder_forward(device, out, inp, wte, wpe, B, T, C):
@@ -371,8 +371,8 @@ def loss_mean(device, loss, losses, scale, N):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# optimizer: launches of kernels/update.cu. A chunk is some thousand parameters of one weight decay; CHUNKS of shares.py
-# says where they are in each buffer.
+# optimizer: launches of kernels/update.cu. A chunk is up to 8192 adjacent parameters of one weight decay; CHUNKS of
+# shares.py says where they are in each buffer.
 
 STEP_CONTROL = np.dtype([("step", "i8"), ("steps_begun", "i8"), ("rate", "f4"), ("eps", "f4"),
                          ("learning_rate", "f4"), ("grad_scale", "f4"), ("halted", "i4"), ("skipped", "i4")])
@@ -387,7 +387,7 @@ def copy_batch(device, batch, pinned, control, begin, end):
 
 def add_gradients(device, sums, gradients, chunks, ranks, first):
     """sums (elements of the chunks,) = (+= if not first) the gradients of one micro-batch of each rank, added in the
-    order of ranks. gradients: self.grads or, on several GPUs, the receive buffer."""
+    order of ranks. gradients: GPT2.grads or, on several GPUs, those received."""
     device.launch("add_gradients", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), sums,
                   gradients, chunks, ranks, int(first))
 
@@ -400,12 +400,12 @@ def global_norm(device, partials, sums, gradients, chunks, ranks):
 
 
 def prepare_update(device, control, reports, parts, learning_rate, recent, settings):
-    """control =: the step's rate, eps and the factor that clips, or that it is skipped; the host's next report = loss,
+    """control =: Adam's rate and eps for this step, the clip factor, the skip flag; the host's next report = loss,
     norm, z-scores. parts: losses of the micro-batches, then global_norm's partials. recent: losses, norms."""
-    s, losses = settings, settings.micro_steps
+    s, n = settings, settings.micro_steps
     device.launch("prepare_update", (1,), (device.geometry.UPDATE_THREADS,), control, pointer(reports), parts,
-                  parts[losses:], learning_rate, np.float64(s.beta1), np.float64(s.beta2), np.float64(s.eps),
-                  s.grad_clip, losses, parts.size - losses, recent, s.skip_loss_zscore, s.skip_norm_zscore)
+                  parts[n:], learning_rate, np.float64(s.beta1), np.float64(s.beta2), np.float64(s.eps),
+                  s.grad_clip, n, parts.size - n, recent, s.skip_loss_zscore, s.skip_norm_zscore)
 
 
 def adamw_update(device, params, master, m, v, sums, gradients, chunks, ranks, control, beta1, beta2, seed):
@@ -420,7 +420,7 @@ def adamw_update(device, params, master, m, v, sums, gradients, chunks, ranks, c
 class AdamW:
     """The optimizer: its state, as a table, and its part of the step. One GPU updates all parameters."""
 
-    STATE = train_gpt2.AdamW.STATE  # what a state file has, and then `master`
+    STATE = train_gpt2.AdamW.STATE  # order in a state file; then `master`
     REPORT = np.dtype([("loss", "f4"), ("norm", "f4"), ("loss_z", "f4"), ("norm_z", "f4")])
 
     @staticmethod
@@ -430,18 +430,18 @@ class AdamW:
             "m": Row((size,)),
             "v": Row((size,)),
             **({"master": Row((size,))} if settings.master else {}),  # float32 weights beside the model's
-            **({"sums": Row((size,))} if settings.own_micro_steps > 1 else {}),  # of gradients, but the last ones
+            **({"sums": Row((size,))} if settings.own_micro_steps > 1 else {}),  # of gradients, the last ones aside
         }
 
     def __init__(self, device, settings, params, grads, shares, rank):
-        """params, grads: flat, on the GPU; shares: which elements this rank owns, of the gradients in `grads`."""
+        """params, grads: flat; on several GPUs, grads is what was received; shares: this rank's part."""
         self.device, self.settings, self.params, self.grads = device, settings, params, grads
         table, (chunks, self.ends, count) = self.table(settings, shares.share_size(rank)), shares.chunks(rank)
         self.master = self.sums = None
         state = views(table, cp.zeros(table_bytes(table, ALIGN), np.uint8), ALIGN)
         vars(self).update({name: getattr(state, name) for name in table})
         self.groups, self.ranks = {"all": cp.asarray(chunks.view(np.uint8))}, shares.ranks
-        # see prepare_update; own: of this rank, 0 for the others'
+        # losses, then norm partials; own: other ranks' are 0
         self.own_parts = self.parts = cp.zeros(settings.micro_steps + count * settings.needs_norm, np.float32)
         self.control = cp.zeros(STEP_CONTROL.itemsize, np.uint8)
         self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8)
@@ -652,12 +652,12 @@ class GPT2:
         for l in range(self.config.L):
             for phase, layers in (("forward", acts.layers), ("backward", acts.backward_layers)):
                 kept, within = layer(phases["activations"], l), layer(phases[phase], l)
-                layers.append(SimpleNamespace(**vars(kept) | vars(within)))  # a recomputed tensor is the phase's
+                layers.append(SimpleNamespace(**vars(kept) | vars(within)))  # `within` wins: recomputed rows
         self.shapes[B, T] = acts
         return acts
 
     def training_activations(self, B, T):
-        """Those of an update."""
+        """Those of an update, which FP8 overrides."""
         return self.activations(B, T)
 
     def trunk(self, acts, inputs):
@@ -709,7 +709,7 @@ class GPT2:
         self.backward_head(acts, scale)
         layernorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3, params.lnfw,
                            acts.lnf_mean, acts.lnf_rstd, False, B, T, C)
-        # dresidual is the gradient of fcproj's output, too: its column sums are the gradient of fcprojb
+        # dresidual's column sums, the third of the partials, are dfcprojb; after ln2's backward pass, dattprojb
         partials.append((acts.lnf_partials, (grads.lnfw, grads.lnfb, self.grad_layers[-1].fcprojb)))
         # x_read: event after which x may be overwritten, and with it the recomputed tensor that was read beside it: ln2
         # with dfch, fch_gelu with dresidual, ln1 with dqkv.
@@ -749,11 +749,11 @@ class GPT2:
             partials.append((a.ln1_partials, (g.ln1w, g.ln1b, fcprojb_below)))
         column_sums(device, partials)
         encoder_backward(device, grads.wte, grads.wpe, acts.wte_partials, dresidual, inputs, B, T, C)
-        device.wait(dqkv_read)  # joins the side stream
+        device.wait(dqkv_read)  # the side stream's last launch
 
     def backward_head(self, acts, scale):
-        """logits = lnf @ head^T. dlogits carry dlogits_scale(scale); the matmuls that read them multiply by `factor`,
-        both on the main stream, because what follows overwrites dlogits."""
+        """dlogits hold dlogits_scale(scale), not scale: both matmuls multiply by `factor`. dwte =, encoder_backward +=;
+        both on the main stream: dfch will overwrite dlogits."""
         head, factor = self.linear("logits"), scale / self.dlogits_scale(scale)
         head.backward_inp(acts.dbranch, acts.logits, factor)
         head.backward_weight(acts.logits, acts.lnf, factor)
@@ -765,14 +765,14 @@ class GPT2:
         return done
 
     def dlogits_scale(self, scale):
-        """What dlogits carry instead of `scale`: a power of 2 near it, because a target's dlogit is about -scale:
-        rounded to bfloat16, it would have the same error in every row (0.2 percent for 1/51)."""
+        """A power of 2 near `scale`, which dlogits carry instead. A target's dlogit is about -scale: if that is no
+        power of 2, bfloat16 rounds it alike in every row: a bias, 0.2 percent for 1/51."""
         return 2.0 ** round(math.log2(scale))
 
     # -- the step; `trainer` holds the buffers
 
     def micro_step(self, trainer, i, batch_copied=None):
-        """Forward and backward over micro-batch i: its loss, and self.grads =. batch_copied: an event, after which
+        """Forward and backward of micro-batch i; writes its loss and self.grads. batch_copied: event after which
         targets and sorted positions are on the GPU."""
         device, settings, batch, optimizer = self.device, self.settings, trainer.batch, trainer.optimizer
         scale = 1.0 / (settings.B * settings.T * settings.micro_steps)
@@ -781,18 +781,18 @@ class GPT2:
             device.wait(batch_copied)
             self.classify(trainer.acts, batch.targets[i], optimizer.loss(i), scale, train=True)
         if i > 0:
-            optimizer.accumulate(i - 1)
+            optimizer.accumulate(i - 1)  # now: on several GPUs, gradients travel during the forward pass
         with device.span(f"backward {i}"):
             self.backward(trainer.acts, sorted_tokens(batch, i), scale)
 
     def train_step(self, trainer):
-        """Launch all that the GPU does for one update, in this order."""
+        """Launch one update on one GPU; fp8.py and several/zero.py add to it."""
         device, batch = self.device, trainer.batch
         copy = functools.partial(copy_batch, device, batch.buffer, trainer.pinned, trainer.optimizer.control)
-        ids = 1 + batch.inputs.size
-        copy(0, ids)  # learning rate and inputs
+        cut = 1 + batch.inputs.size
+        copy(0, cut)  # learning rate and inputs: batch_table's first two
         with device.beside(device.side) as batch_copied:  # the rest, beside the forward pass
-            copy(ids, batch.buffer.nbytes // 4)
+            copy(cut, batch.buffer.nbytes // 4)
         for i in range(self.settings.own_micro_steps):
             self.micro_step(trainer, i, batch_copied)
         self.update(trainer)
@@ -826,7 +826,7 @@ def run(architecture, settings, ranks):
     """From the settings to the end of the training; returns the exit status."""
     gpu = open_gpu(settings.arch, ranks.local_rank)
     resolve = functools.partial(resolve_auto, arch=gpu.arch)
-    resolve(settings)  # refuses at once what this GPU lacks
+    resolve(settings)  # only to fail early: Loop repeats it
     with (locked(settings.output_dir if ranks.is_first else None),
           Loop(settings, architecture, ranks, resolve, LlmcCudaLines) as loop):
         settings = loop.settings

@@ -165,7 +165,7 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, confi
     trainer.prepare()
     fake_gpu.launches.clear()
     batch = np.ones((2, 3, 32), np.int32)
-    assert trainer.end_step(trainer.begin_step([batch, batch], 1e-3)) == (0.0, 0.0, 0.001, None, None)
+    assert trainer.end_step(trainer.begin_step([batch, batch], 1e-3)) == (0.0, 0.0, 0.001, None, None, None)
     files = kernel_files(architecture, config, precision, arch, library).values()
     parameters = {kernel: types for file in files for kernel, types in signatures(file.name).items()}
     check_launches([launch for launch in fake_gpu.launches if launch.name != "cublaslt"], gpu, precision, parameters)

@@ -258,11 +258,10 @@ class Trainer(ForwardPasses):
         """Wait for update `number`, one of the last two; returns its Update."""
         half = number % 2
         self.wait(self.finished[half])
-        loss, norm, *z_scores = self.reports[half].item()
+        loss, norm, *z = self.reports[half].item()
         seconds = cp.cuda.get_elapsed_time(self.started[half], self.finished[half]) / 1000
-        return Update(loss, norm if self.settings.needs_norm else None, seconds,
-                      reason_to_skip(self.settings, *z_scores), z_scores if self.settings.skips_outliers else None,
-                      self.fp8 and self.fp8.counts(number))
+        return Update(loss, norm if self.settings.needs_norm else None, seconds, reason_to_skip(self.settings, *z),
+                      z if self.settings.skips_outliers else None, self.fp8 and self.fp8.counts(number))
 
     # -- the same in three calls, from Python: forward, compute_gradients, update_now
 
