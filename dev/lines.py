@@ -17,7 +17,7 @@ BUDGETS = {  # what: (files, as git's patterns), lines at most; tests/test_house
     "llmc/": (("llmc/*.py", ":!llmc/gpu"), 3303),  # today's; the goal is 3,100
     "llmc/gpu/": (("llmc/gpu/*.py",), 3078),  # today's; the goal is 2,600
     "kernels/": (("kernels",), 6065),  # today's; the goal is 6,000
-    "tests/": (("tests/*.py",), 9100),  # today's; the goal is 8,000
+    "tests/": (("tests/*.py",), 9109),  # today's; the goal is 8,000
     "dev/": (("dev/*.py", "dev/*.cu", "dev/*.cuh", "dev/*.md"), 5500),
     "doc/": (("doc/*.md",), 2300),
 }

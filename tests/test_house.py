@@ -1,6 +1,10 @@
 """How large the house is and who imports whom, as dev/lines.py finds; which version this is."""
 
+import importlib
 import re
+from pathlib import Path
+
+import pytest
 
 from conftest import ROOT
 from lines import BUDGETS, closure, count, files, imports
@@ -16,6 +20,11 @@ def test_no_folder_outgrows_its_budget():
     sizes = {what: sum(map(count, files(*patterns))) for what, (patterns, _) in BUDGETS.items()}
     assert not {what: size for what, size in sizes.items() if size > BUDGETS[what][1]}
     assert len(files(":(glob)*.py")) <= 12
+
+
+@pytest.mark.parametrize("path", [path for path in files("dev/*.py") if "/kernels/" not in path])
+def test_a_program_s_imports_exist(path):
+    importlib.import_module(Path(path).stem)
 
 
 def level(path):
