@@ -71,6 +71,7 @@ class Loop:
             self.settings.steps = max(1, self.train_loader.batches_per_epoch // self.settings.micro_steps)
         self.random, self.running, self.saver = Random(), None, None
         self.begin = self.saved = self.first_step or 0
+        self.lowest, self.above = (math.inf, 0), 0  # (validation loss, its step); how many were above it since
         if self.begin > self.settings.steps:
             raise UserError(f"{settings.output}: its checkpoint is of step {self.begin}, beyond -x"
                             f" {self.settings.steps}: pass a larger -x")
@@ -115,6 +116,10 @@ class Loop:
                 if directory and step != self.saved:
                     self.save(step)
                 return self.stop(step, self.interruption.signal)
+            if validates and settings.patience and self.above >= settings.patience:
+                last = True
+                if directory and step != self.saved:
+                    self.save(step)
             if last:
                 break
             yield step
@@ -166,6 +171,9 @@ class Loop:
             raise UserError(f"step {step}: the validation loss is {loss}; {DIVERGED}")
         self.console.validation(step, loss)
         self.log.validation(step, loss)
+        self.lowest, self.above = ((loss, step), 0) if loss < self.lowest[0] else (self.lowest, self.above + 1)
+        if self.above == max(3, settings.patience):
+            self.console.overfits(step, *self.lowest)
         if self.examples:
             self.console.wait_for("HellaSwag")
             correct = self.count_correct(self.model.losses, self.examples, settings.B, settings.T, starmap)

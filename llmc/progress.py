@@ -88,6 +88,11 @@ class Console:
     def validation(self, step, loss):
         self.print(f"{self.step_of(step)} | val loss {loss:.4f}")
 
+    def overfits(self, step, lowest, at):
+        """Print that validation losses rise."""
+        self.print(f"{self.step_of(step)} | validation was lowest at step {at}, {lowest:.4f}: more steps overfit"
+                   " (--patience stops then, -n keeps checkpoints)")
+
     def hellaswag(self, step, correct, count):
         self.print(f"{self.step_of(step)} | HellaSwag {correct}/{count} = {correct / count:.4f}")
 
@@ -180,6 +185,9 @@ class LlmcLines(Console):
 
     def validation(self, step, loss):
         print(f"val loss {loss:f}")
+
+    def overfits(self, step, lowest, at):
+        pass
 
     def training_line(self, step, update, learning_rate, left):
         return f"step {step}: train loss {update.loss:f} (took {update.seconds * 1000:f} ms)"

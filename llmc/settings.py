@@ -77,6 +77,7 @@ class Settings:
 
     val_every: int = reports(10, "-v", help="validate every N steps (0: never)")
     val_batches: int = reports(5, "-m", help="validate on at most N batches")
+    patience: int = reports(0, help="stop after N validations in a row that are above the lowest (0: never)")
     hellaswag: int = reports(0, help=f"evaluate on HellaSwag, too ({HELLASWAG}; 1: all, N: N examples, 0: never)")
     sample_every: int = reports(20, "-s", help="generate text every N steps (0: never)")
     sample_tokens: int = reports(64, "-g", help="tokens in a sample, including the first (end of text); beyond T, the"
@@ -92,9 +93,10 @@ class Settings:
     resume: int = checkpoints(0, "-y", choices=(0, 1), help="1: continue from the newest complete checkpoint in -o")
 
     AT_LEAST: ClassVar = dict(
-        B=1, T=1, steps=0, total_batch_size=0, warmup_steps=0, val_every=0, val_batches=1, hellaswag=0, sample_every=0,
-        sample_tokens=1, print_every=1, checkpoint_every=0, checkpoints_keep=0, major_checkpoint_every=0, seed=0,
-        weight_decay=0.0, grad_clip=0.0, learning_rate=0.0, skip_loss_zscore=0.0, skip_norm_zscore=0.0)
+        B=1, T=1, steps=0, total_batch_size=0, warmup_steps=0, val_every=0, val_batches=1, patience=0, hellaswag=0,
+        sample_every=0, sample_tokens=1, print_every=1, checkpoint_every=0, checkpoints_keep=0,
+        major_checkpoint_every=0, seed=0, weight_decay=0.0, grad_clip=0.0, learning_rate=0.0, skip_loss_zscore=0.0,
+        skip_norm_zscore=0.0)
     FROM_SCRATCH: ClassVar = dict(
         B=16, shuffle=1, spread=1, steps=1000, schedule="cosine", beta2=0.95, weight_decay=0.1, grad_clip=1.0,
         val_every=100, val_batches=20, sample_every=200, sample_tokens=200, final_reports=1, print_every=10)
@@ -158,7 +160,8 @@ class Settings:
         expect("final_fraction", 0.0 <= self.final_fraction <= 1.0, "0 to 1")
         batch, gpus = self.B * self.T * self.gpus, "*GPUs" if self.gpus > 1 else ""
         expect("total_batch_size", self.total_batch_size % batch == 0, f"a multiple of B*T{gpus} = {batch}")
-        expect("hellaswag", not self.hellaswag or self.val_every, "-v STEPS too: it comes with each validation")
+        for name in ("hellaswag", "patience"):
+            expect(name, not getattr(self, name) or self.val_every, "-v STEPS too: it comes with each validation")
         for name in ("model", "data"):
             expect(name, getattr(self, name), "the name of a file, not an empty one")
         if (self.checkpoint_every or self.resume) and not self.output_dir:

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import llmc.gpu.lines
+import llmc.loop
 import llmc.progress
 import plot_log
 import train_gpt2
@@ -95,7 +96,8 @@ def test_lines(workplace, run_here):
     expected = []
     for step in range(41):
         expected += [f"step {step:>2}/41 | val loss X"] * (step % 10 == 0)
-        expected += ["generating:", "---", "IDS", "---"] * (step == 40)
+        expected += ["step 40/41 | validation was lowest at step 10, X: more steps overfit (--patience stops then, -n"
+                     " keeps checkpoints)", "generating:", "---", "IDS", "---"] * (step == 40)
         expected += [f"step {step + 1:>2}/41 | train loss X | norm X | lr 1.00e-04 | TIME | TIME"]
         expected[-1] += " | TIME left" * (step < 40)
     expected += ["41 steps in TIME, TIME while training; the model is in run"]
@@ -127,6 +129,17 @@ def test_a_small_text_is_not_learnt_by_heart(workplace, run_here, flags, steps, 
     done = run_here(train_gpt2, "-e", "d2", "-b", 7, "-t", 80, "-s", 0, "-v", 0, "--final_reports", 0, *flags)
     assert f"\nrun       {steps} steps of 560 tokens" in done.stdout
     assert f"warmup_steps={warmup} " in done.stdout or not warmup
+
+
+@pytest.mark.parametrize("patience, last", ((0, 12), (3, 8), (4, 10)))
+def test_a_run_that_overfits(workplace, run_here, monkeypatch, patience, last):
+    """It is said once; with --patience, it ends there, with a checkpoint, and the same command may go on."""
+    losses = iter([5.0, 4.0, 4.5, 4.2, 4.1, 4.6, 4.7])
+    monkeypatch.setattr(llmc.loop, "validate", lambda *_: next(losses))
+    flags = ("-e", "d2", "-x", 12, "-b", 2, "-t", 8, "-v", 2, "-s", 0, "-o", "run", "--patience", patience)
+    printed = run_here(train_gpt2, *flags).stdout
+    assert printed.count("validation was lowest at step 2, 4.0000: more steps overfit") == 1
+    assert newest_checkpoint("run") == last and f"\n{last} steps in " in printed
 
 
 def test_the_memory_plan_is_what_the_model_allocates():
