@@ -19,7 +19,9 @@ STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}  # safetensor
 HARMLESS = re.compile(  # fields that change no logits; nor do unknown ones that are null, false, 0 or empty
     r"_.*|architectures|auto_map|transformers(\.js)?_.*|(torch_)?dtype|model_type|.*_token_id|use_cache|.*_range|n_ctx|"
     r"(.*_)?(dropout|pdrop)|summary_.*|output_.*|return_dict.*|id2label|label2id|problem_type|task_specific_params|"
-    r"chunk_size_.*|is_llama_config|reorder_and_upcast_attn|max_length|do_sample|temperature|top_[kp]|tokenizer_class")
+    r"chunk_size_.*|is_llama_config|reorder_and_upcast_attn|do_sample|temperature|(top|typical)_[kp]|tokenizer_.*|prefix|"
+    r"(model_)?(max|min)(_sequence)?_length|num_beam.*|num_return_sequences|.*_penalty|.*_ngram_size|max_window_layers|"
+    r"use_sliding_window|pretraining_tp|unsloth_.*|attn_implementation|num_labels|gradient_checkpointing|neftune_.*")
 UNREAD = re.compile(r"h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq")  # tensors that are no weights
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -28,11 +30,11 @@ UNREAD = re.compile(r"h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq")  #
 LLAMA_SIZES = {"maxT": "max_position_embeddings", "V": "vocab_size", "L": "num_hidden_layers",
                "NH": "num_attention_heads", "C": "hidden_size", "F": "intermediate_size"}
 LLAMA_EXPECTED = {  # what this Llama computes
-    "hidden_act": ("silu",), "attention_bias": (False, None), "mlp_bias": (False, None), "pretraining_tp": (1, None),
-    "partial_rotary_factor": (1.0, None),
+    "hidden_act": ("silu",), "attention_bias": (False, None), "mlp_bias": (False, None), "is_causal": (True,),
+    "partial_rotary_factor": (1.0, None), "tie_word_embeddings": (False, True),
 }  # fmt: skip
 LLAMA_FIELDS = {*LLAMA_SIZES.values(), *LLAMA_EXPECTED, "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta",
-                "rope_scaling", "rope_parameters", "tie_word_embeddings", "sliding_window", "layer_types"}
+                "rope_scaling", "rope_parameters", "sliding_window", "layer_types"}
 LLAMA_LAYER = {  # module within a layer: our tensor
     "input_layernorm": "ln1w", "self_attn.q_proj": "qkvw", "self_attn.k_proj": "qkvw", "self_attn.v_proj": "qkvw",
     "self_attn.o_proj": "attprojw", "post_attention_layernorm": "ln2w", "mlp.up_proj": "fcw", "mlp.gate_proj": "fcw",
@@ -43,11 +45,12 @@ LLAMA_LAYER = {  # module within a layer: our tensor
 def llama_config_of(hf, path, Config):
     """The Config of a config.json, a dict; raises UserError for what this project does not compute."""
     rope = {"rope_theta": hf.get("rope_theta", 10_000.0)}
-    rope |= (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
+    rope |= hf.get("rope_scaling") or hf.get("rope_parameters") or {}  # the first alone, as in transformers
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise UserError(f"{path}: rope_type is {kind!r} in {rope}, expected 'default' or 'llama3', of whole heads")
-    if (window := hf.get("sliding_window")) is not None and window < hf["max_position_embeddings"]:
+    window = hf.get("sliding_window", 4096 if hf["model_type"] == "mistral" else None)  # Mistral's without the field
+    if window is not None and not hf["max_position_embeddings"] <= window < 2**31:
         raise UserError(f"{path}: sliding_window is {window}, expected at least max_position_embeddings ="
                         f" {hf['max_position_embeddings']}: not a Llama that this project trains")
     if other := {*(hf.get("layer_types") or ())} - {"full_attention", "sliding_attention"}:
@@ -123,7 +126,7 @@ def gpt2_slices(config, tensors):
 GPT2_EXPECTED = {  # what this GPT-2 computes
     "model_type": ("gpt2",), "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
-    "tie_word_embeddings": (True,),
+    "tie_word_embeddings": (True,), "is_causal": (True,),
 }  # fmt: skip
 GPT2_SIZES = {"maxT": "n_positions", "V": "vocab_size", "L": "n_layer", "NH": "n_head", "C": "n_embd"}
 GPT2_FIELDS = {*GPT2_SIZES.values(), *GPT2_EXPECTED, "n_inner"}
@@ -172,7 +175,6 @@ def read_hf_folder(folder, gpt2, llama):
         raise UserError(f"{path}: not a safetensors file ({error})") from None
 
     state = {key.removeprefix("transformer."): value for key, value in state.items()}
-
     unread = {name for name in state if not UNREAD.fullmatch(name)}
 
     def fetch(module_name, shape, transposed=False):

@@ -296,6 +296,9 @@ def test_transformers_computes_the_same(folder, tmp_path, changes):
     ({"logits_scaling": 8}, "logits_scaling is 8"), ({"layer_types": ["chunked"]}, "layer_types has 'chunked'"),
     ({"rms_norm_eps": np.inf}, "eps=inf"), ({"max_position_embeddings": np.inf}, "OverflowError"),
     ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "of whole heads"),
+    ({"is_causal": False}, "is_causal is False"), ({"sliding_window": np.nan}, "sliding_window is nan"),
+    ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type is 'linear'"),  # beside rope_parameters
+    ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding_window is 4096"),
     ({"num_key_value_heads": 3}, "NKV=3"), ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5"),
     ({"intermediate_size": 48}, "mlp.down_proj.weight has shape")))
 def test_what_is_no_llama(folder, changes, words):
