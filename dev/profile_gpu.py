@@ -9,15 +9,21 @@ The flags are those of train_gpt2_cuda.py; -x is the number of timed steps (10 i
 learning rate 0. Each launch is timed alone, on one stream, by a pair of events, minus the time of a pair with nothing
 in between. Matmuls are named after the weight that they work on. Rates count operations for matmuls and attention, and
 for all other kernels the bytes of large arrays, once per necessary read or write. The peaks, a large matmul and a copy,
-are measured right before. Under Nsight Systems, the same names are NVTX ranges.
+are measured right before. Where Nsight Compute (ncu) is installed, a run of one step under it says how many bytes each
+kernel really moved from and to the GPU's memory. Under Nsight Systems, the same names are NVTX ranges.
 """
 
 import contextlib
+import csv
 import functools
 import math
 import os
 import re
+import shutil
+import subprocess
+import sys
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import root  # noqa: F401  (it finds the modules)
@@ -225,6 +231,43 @@ def time_launches(trainer, steps):
     return profile.rows(steps)
 
 
+NCU = ("ncu", "--metrics=dram__bytes.sum", "--csv", "--print-units=base", "--nvtx", "--print-nvtx-rename=kernel",
+       "--profile-from-start=off", "--cache-control=none", "--clock-control=none")
+
+
+def measure_bytes(flags):
+    """Return {label: bytes that a step's launches move from and to the GPU's memory}, counted by ncu in a process of
+    its own; empty, with a line that says why, where it cannot count."""
+    if not shutil.which("ncu"):
+        print("bytes are not measured: Nsight Compute (ncu) is not installed")
+        return {}
+    program = "import profile_gpu as program; program.run_main(program.step_for_ncu)"
+    path = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run([*NCU, sys.executable, "-c", program, *flags], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": path})
+    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+    if done.returncode or not lines:
+        print("bytes are not measured:", ((done.stderr + done.stdout).strip().splitlines() or ["ncu said nothing"])[-1])
+        return {}
+    moved = Counter()
+    for row in csv.DictReader(lines):
+        moved[row["Kernel Name"].split("/")[0]] += float(row["Metric Value"].replace(",", ""))
+    return moved
+
+
+@gpu_errors_as_lines()
+def step_for_ncu():
+    """Train two steps, the second one for ncu, which names each launch by its NVTX range."""
+    trainer = open_trainer(*open_model(parse_settings(CudaSettings, "")))
+    trainer.prepare()
+    trainer.graph, trainer.device.observer = None, Profile(trainer)
+    batch = np.random.default_rng(0).integers(0, trainer.config.V, (2, trainer.settings.B, trainer.settings.T), np.int32)
+    for profiled in (False, True):
+        with cp.cuda.profile() if profiled else contextlib.nullcontext():
+            trainer.end_step(trainer.begin_step([batch] * trainer.settings.own_micro_steps, 0.0))
+            trainer.device.stream.synchronize()
+
+
 def measure_copy(device):
     """Return the bytes a second, read and written, of a copy within the GPU's memory."""
     size = min(1 << 30, cp.cuda.runtime.memGetInfo()[0] // 4)
@@ -256,24 +299,24 @@ def describe(matmul):
 # main
 
 
-def print_profile(rows, bandwidth, peak):
-    """Print a line for each kernel; bandwidth in bytes a second, peak in operations a second."""
+def print_profile(rows, moved, bandwidth, peak):
+    """Print a line for each kernel; moved: measure_bytes, bandwidth in bytes a second, peak in operations a second."""
     total = sum(row.ms for row in rows.values())
     print(f"copy {bandwidth / 1e9:.0f} GB/s, large matmul {peak / 1e12:.0f} TFLOP/s, both measured")
-    print(f"{'kernel':<28} {'calls':>6} {'ms':>9} {'rate':>16} {'of peak':>8} {'share':>7}")
+    print(f"{'kernel':<28} {'calls':>6} {'ms':>9} {'rate':>16} {'of peak':>8} {'share':>7}{'moved, MB' * bool(moved):>11}")
     for name, row in rows.items():
         seconds = row.ms / 1000 or math.inf  # too short to be measured: no rate
         if row.flops:
             rate, part = f"{row.flops / seconds / 1e12:.1f} TFLOP/s", row.flops / seconds / peak
         else:
             rate, part = f"{row.bytes / seconds / 1e9:.0f} GB/s", row.bytes / seconds / bandwidth
-        print(f"{name:<28} {row.calls:>6.0f} {row.ms:>9.4f} {rate:>16} {part:>8.1%} {row.ms / total:>7.1%}")
+        print(f"{name:<28} {row.calls:>6.0f} {row.ms:>9.4f} {rate:>16} {part:>8.1%} {row.ms / total:>7.1%}"
+              + f"{moved[name] / 1e6:>11.1f}" * bool(moved))
     print(f"{'all':<28} {sum(row.calls for row in rows.values()):>6.0f} {total:>9.4f}")
 
 
 def open_model(settings):
-    """(architecture, GPU, config, params, settings without "auto") as the trainer would; raises UserError for several
-    GPUs."""
+    """(architecture, GPU, config, params, settings without "auto") as the trainer; raises UserError for several GPUs."""
     if settings.gpus > 1:
         raise UserError(f"--gpus {settings.gpus}: this program looks at one GPU: leave the flag out")
     gpu, architecture = open_gpu(settings.arch), on_gpu(architecture_of(settings.model))
@@ -287,10 +330,11 @@ def open_model(settings):
 def main():
     settings = parse_settings(CudaSettings, "Time a training step kernel by kernel.")
     settings.verbose = True  # the memory of each part, too
+    moved = measure_bytes(sys.argv[1:])  # before this process takes the GPU's memory
     trainer = open_trainer(*open_model(settings))
     trainer.prepare()
     peaks = measure_copy(trainer.device), measure_matmul(trainer.matmul)
-    print_profile(time_launches(trainer, settings.steps or STEPS), *peaks)
+    print_profile(time_launches(trainer, settings.steps or STEPS), moved, *peaks)
 
 
 if __name__ == "__main__":

@@ -90,6 +90,8 @@ class Loop:
         self.model, self.saver, self.params = model, saver, None
         if self.first_step is not None:
             saver.restore(self.first_step, self.train_loader, self.random)
+            with notes_of(self.settings.output_dir, self.first_step) as notes:
+                self.lowest = tuple(notes.get("lowest", self.lowest))
         settings = self.settings if self.ranks.is_first else dataclasses.replace(self.settings, output="")
         self.log = Log(settings, self.begin)
 
@@ -116,9 +118,9 @@ class Loop:
                 if directory and step != self.saved:
                     self.save(step)
                 return self.stop(step, self.interruption.signal)
-            if validates and settings.patience and self.above >= settings.patience:
-                last = True
-                if directory and step != self.saved:
+            if validates and settings.patience:
+                last = last or self.above >= settings.patience
+                if directory and step != self.saved and (last or not self.above):  # the best model is kept, too
                     self.save(step)
             if last:
                 break
@@ -199,8 +201,8 @@ class Loop:
         self.console.wait_for("saving")
         batch = (self.settings.B, self.settings.T, self.settings.spread)
         progress = Progress(done, self.random.state, self.train_loader.position, batch)
-        names = "update_tokens", "data", "val_data"
-        self.saver.save(progress, {name: getattr(self.settings, name) for name in names})
+        notes = {name: getattr(self.settings, name) for name in ("update_tokens", "data", "val_data")}
+        self.saver.save(progress, {**notes, "lowest": self.lowest} if self.settings.patience else notes)
         self.saved = done
 
     def stop(self, done, signal):
@@ -231,15 +233,13 @@ class Saver:
         model, owned = self.model, owned_by_one(self.model.optimizer)
         save_checkpoint(self.settings.output_dir, model.config, model.params, owned, progress,
                         {**notes, **notes_on(model.recent)})
-        delete_old_checkpoints(self.settings, progress.step)
+        delete_old_checkpoints(self.settings, progress.step, notes.get("lowest", [0, 0])[1])
 
     def nothing(self, *_):
         """No-op on the CPU; llmc/gpu/saver.py saves in the background."""
 
-    complete = nothing  # before a validation or a sample: wait for the weights that other GPUs still send
-    wait = nothing  # until the last checkpoint is on the disk
-    check = nothing  # raise the error of a checkpoint that could not be written, without waiting for it
-    close = nothing  # the run is over; argument: whether by an exception
+    complete = wait = nothing  # wait until the weights that other GPUs send are there; until the checkpoint is written
+    check = close = nothing  # raise the error of a checkpoint that failed, without a wait; end, by an exception or not
 
 
 def validate(forward, loader, batches, starmap=itertools.starmap):

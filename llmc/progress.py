@@ -91,7 +91,7 @@ class Console:
     def overfits(self, step, lowest, at):
         """Print that validation losses rise."""
         self.print(f"{self.step_of(step)} | validation was lowest at step {at}, {lowest:.4f}: more steps overfit"
-                   " (--patience stops then, -n keeps checkpoints)")
+                   " (--patience stops then, and keeps the best model)")
 
     def hellaswag(self, step, correct, count):
         self.print(f"{self.step_of(step)} | HellaSwag {correct}/{count} = {correct / count:.4f}")

@@ -75,13 +75,13 @@ def save_checkpoint(directory, config, params, owned, progress, notes=None, vers
         raise
 
 
-def delete_old_checkpoints(settings, done):
-    """Delete the checkpoints before step `done`, just saved, except the newest -nk and those of every -nm'th step: the
+def delete_old_checkpoints(settings, done, best):
+    """Delete the checkpoints before step `done`, just saved, except the newest -nk, step `best`, every -nm'th step: the
     marker first, the model last. The next call deletes what this one, if killed, has left."""
     newest = [step for step in complete_checkpoints(settings.output_dir) if step <= done][-settings.checkpoints_keep :]
     names = glob.glob("model_" + "[0-9]" * 8 + ".bin", root_dir=settings.output_dir)
     for step in (int(name[6:14]) for name in names) if settings.checkpoints_keep else ():
-        if step < min(newest, default=0) and step % (settings.major_checkpoint_every or 1 << 62):
+        if best != step < min(newest, default=0) and step % (settings.major_checkpoint_every or 1 << 62):
             model, state, marker = checkpoint_paths(settings.output_dir, step)
             remove([marker, *glob.glob(rank_path(glob.escape(state), "?????")), model])
 

@@ -32,7 +32,7 @@ from conftest import GPT2_124M, ROOT, SMALL, draw_slowly, make_model, random_par
 from llmc.checkpoint import write_model
 from llmc.dataloader import DataLoader
 from llmc.huggingface import halves
-from llmc.resume import checkpoint_paths, newest_checkpoint, stopped
+from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint, stopped
 from llmc.schedulers import learning_rate_at
 from llmc.settings import parse_settings, Settings
 from llmc.tensors import table_elements
@@ -96,8 +96,8 @@ def test_lines(workplace, run_here):
     expected = []
     for step in range(41):
         expected += [f"step {step:>2}/41 | val loss X"] * (step % 10 == 0)
-        expected += ["step 40/41 | validation was lowest at step 10, X: more steps overfit (--patience stops then, -n"
-                     " keeps checkpoints)", "generating:", "---", "IDS", "---"] * (step == 40)
+        expected += ["step 40/41 | validation was lowest at step 10, X: more steps overfit (--patience stops then, and"
+                     " keeps the best model)", "generating:", "---", "IDS", "---"] * (step == 40)
         expected += [f"step {step + 1:>2}/41 | train loss X | norm X | lr 1.00e-04 | TIME | TIME"]
         expected[-1] += " | TIME left" * (step < 40)
     expected += ["41 steps in TIME, TIME while training; the model is in run"]
@@ -133,13 +133,16 @@ def test_a_small_text_is_not_learnt_by_heart(workplace, run_here, flags, steps, 
 
 @pytest.mark.parametrize("patience, last", ((0, 12), (3, 8), (4, 10)))
 def test_a_run_that_overfits(workplace, run_here, monkeypatch, patience, last):
-    """It is said once; with --patience, it ends there, with a checkpoint, and the same command may go on."""
-    losses = iter([5.0, 4.0, 4.5, 4.2, 4.1, 4.6, 4.7])
+    """It is said once; with --patience, it ends there, with a checkpoint, and the same command may go on; the best is kept."""
+    losses = iter([5.0, 4.0, 4.5, 4.2, 4.1, 4.6, 4.7, 4.8, 4.9, 5.0])
     monkeypatch.setattr(llmc.loop, "validate", lambda *_: next(losses))
-    flags = ("-e", "d2", "-x", 12, "-b", 2, "-t", 8, "-v", 2, "-s", 0, "-o", "run", "--patience", patience)
+    flags = ("-e", "d2", "-x", 12, "-b", 2, "-t", 8, "-v", 2, "-s", 0, "-o", "run", "--patience", patience,
+             "-n", 2, "-nk", 1)
     printed = run_here(train_gpt2, *flags).stdout
     assert printed.count("validation was lowest at step 2, 4.0000: more steps overfit") == 1
-    assert newest_checkpoint("run") == last and f"\n{last} steps in " in printed
+    assert complete_checkpoints("run") == [2] * bool(patience) + [last] and f"\n{last} steps in " in printed
+    run_here(train_gpt2, *flags, "-y", 1)
+    assert complete_checkpoints("run") == [2] * bool(patience) + [12]
 
 
 def test_the_memory_plan_is_what_the_model_allocates():

@@ -46,7 +46,7 @@ class TrainerSaver(Saver):
             save_checkpoint(settings.output_dir, trainer.config, params, owned, progress, notes,
                             version=5 if settings.precision.bf16 else 3, ranks=ranks)
             if ranks.is_first:
-                delete_old_checkpoints(settings, progress.step)
+                delete_old_checkpoints(settings, progress.step, notes.get("lowest", [0, 0])[1])
 
         if ranks.size > 1:
             write()
