@@ -239,15 +239,14 @@ def measure_bytes(flags):
     """Return {label: bytes that a step's launches move from and to the GPU's memory}, counted by ncu in a process of
     its own; empty, with a line that says why, where it cannot count."""
     if not shutil.which("ncu"):
-        print("bytes are not measured: Nsight Compute (ncu) is not installed")
-        return {}
+        return print("bytes are not measured: Nsight Compute (ncu) is not installed") or {}
     program = "import profile_gpu as program; program.run_main(program.step_for_ncu)"
     path = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run([*NCU, sys.executable, "-c", program, *flags], capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": path})
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
     if done.returncode or not lines:
-        print("bytes are not measured:", ((done.stderr + done.stdout).strip().splitlines() or ["ncu said nothing"])[-1])
+        print("bytes are not measured:", ((done.stderr + done.stdout).strip().splitlines() or ["ncu failed"])[-1])
         return {}
     moved = Counter()
     for row in csv.DictReader(lines):
@@ -261,7 +260,8 @@ def step_for_ncu():
     trainer = open_trainer(*open_model(parse_settings(CudaSettings, "")))
     trainer.prepare()
     trainer.graph, trainer.device.observer = None, Profile(trainer)
-    batch = np.random.default_rng(0).integers(0, trainer.config.V, (2, trainer.settings.B, trainer.settings.T), np.int32)
+    B, T = trainer.settings.B, trainer.settings.T
+    batch = np.random.default_rng(0).integers(0, trainer.config.V, (2, B, T), np.int32)
     for profiled in (False, True):
         with cp.cuda.profile() if profiled else contextlib.nullcontext():
             trainer.end_step(trainer.begin_step([batch] * trainer.settings.own_micro_steps, 0.0))
@@ -300,10 +300,10 @@ def describe(matmul):
 
 
 def print_profile(rows, moved, bandwidth, peak):
-    """Print a line for each kernel; moved: measure_bytes, bandwidth in bytes a second, peak in operations a second."""
+    """Print a line for each kernel; moved: of measure_bytes; bandwidth in bytes/s, peak in operations/s."""
     total = sum(row.ms for row in rows.values())
     print(f"copy {bandwidth / 1e9:.0f} GB/s, large matmul {peak / 1e12:.0f} TFLOP/s, both measured")
-    print(f"{'kernel':<28} {'calls':>6} {'ms':>9} {'rate':>16} {'of peak':>8} {'share':>7}{'moved, MB' * bool(moved):>11}")
+    print(f"{'kernel':<28} {'calls':>6} {'ms':>9} {'rate':>16} {'of peak':>8} {'share':>7}{"moved, MB" if moved else "":>11}")
     for name, row in rows.items():
         seconds = row.ms / 1000 or math.inf  # too short to be measured: no rate
         if row.flops:
@@ -316,7 +316,7 @@ def print_profile(rows, moved, bandwidth, peak):
 
 
 def open_model(settings):
-    """(architecture, GPU, config, params, settings without "auto") as the trainer; raises UserError for several GPUs."""
+    """(architecture, GPU, config, params, settings without "auto"); raises UserError for several GPUs."""
     if settings.gpus > 1:
         raise UserError(f"--gpus {settings.gpus}: this program looks at one GPU: leave the flag out")
     gpu, architecture = open_gpu(settings.arch), on_gpu(architecture_of(settings.model))

@@ -1,9 +1,7 @@
 """dev/check_gpu.py on a GPU; dev/profile_gpu.py also on a fake one: what it makes of the launches of a step."""
 
 import contextlib
-import os
 import re
-import shutil
 import sys
 
 import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
@@ -102,17 +100,16 @@ def test_the_profile_of_a_gpu(model, run_here, flags):
     assert any(line.startswith("matmul qkv dweight") for line in lines) and lines[-1].startswith("all ")
     shares = [float(found[1]) for found in (re.search(r"/s +[\d.]+% +([\d.]+)%", line) for line in lines) if found]
     assert len(shares) > 20 and sum(shares) == pytest.approx(100, abs=2)
-    assert not shutil.which("ncu") or "moved, MB" in "".join(lines)
 
 
 def test_bytes_that_ncu_counts(tmp_path, monkeypatch, capsys):
     rows = '"Kernel Name","Metric Value"\n"matmul fc/f","1,024"\n"matmul fc/g","1"\n'
-    for says, moved in ((f"echo ==PROF==\necho '{rows}'", {"matmul fc": 1025}), ("echo ==ERROR==; exit 1", {}), ("", {})):
+    for says, moved in ((f"echo =\necho '{rows}'", {"matmul fc": 1025}), ("echo ==ERROR==; exit 1", {}), ("", {})):
         (tmp_path / "ncu").write_text(f"#!/bin/sh\n{says}\n")
         (tmp_path / "ncu").chmod(0o755)
-        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
         assert profile_gpu.measure_bytes(["-b", "4"]) == moved
-    assert "not measured: ==ERROR==\nbytes are not measured: ncu said" in capsys.readouterr().out
+    assert "not measured: ==ERROR==\nbytes are not measured: ncu failed" in capsys.readouterr().out
 
 
 def observed_step(trainer):

@@ -46,8 +46,7 @@ def attention_file(config, precision, arch):
 def open_once(config, precision, arch):
     """A Device with this model's attention, made once for all tests. arch: as open_gpu's."""
     gpu = open_gpu(arch)
-    return Device(gpu, [attention_file(config, precision, gpu.arch)],
-                  launch_geometry(config, precision, gpu.arch))
+    return Device(gpu, [attention_file(config, precision, gpu.arch)], launch_geometry(config, precision, gpu.arch))
 
 
 @pytest.mark.parametrize("precision, kind", (("tf32", "native"), ("tf32", "portable"), ("float32", "native"),

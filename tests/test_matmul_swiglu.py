@@ -115,8 +115,7 @@ def test_backward_inp_swiglu(gpu, monkeypatch, N, C, F, sm_count):
     dinp, = twice(lambda dinp: linear.backward_inp_swiglu(dinp, dout_gpu, inp_gpu), (N, 2 * F))
     up, gate, dact = *np.split(inp.astype(np.float64), 2, axis=1), np.matmul(*wide(dout, weight))
     s = 1 / (1 + np.exp(-gate))
-    assert_close(SUMS, dup=(dinp[:, :F], dact * gate * s),
-                 dgate=(dinp[:, F:], dact * up * s * (1 + gate * (1 - s))))
+    assert_close(SUMS, dup=(dinp[:, :F], dact * gate * s), dgate=(dinp[:, F:], dact * up * s * (1 + gate * (1 - s))))
 
 
 @pytest.mark.parametrize("B, T", ((3, 97), (1, 300), (5, 128)))

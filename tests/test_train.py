@@ -133,15 +133,14 @@ def test_a_small_text_is_not_learnt_by_heart(workplace, run_here, flags, steps, 
 
 @pytest.mark.parametrize("patience, last", ((0, 12), (3, 8), (4, 10)))
 def test_a_run_that_overfits(workplace, run_here, monkeypatch, patience, last):
-    """It is said once; with --patience, it ends there, with a checkpoint, and the same command may go on; the best is kept."""
+    """It is said once; with --patience, it ends there, with a checkpoint, and the command may go on; the best stays."""
     losses = iter([5.0, 4.0, 4.5, 4.2, 4.1, 4.6, 4.7, 4.8, 4.9, 5.0])
     monkeypatch.setattr(llmc.loop, "validate", lambda *_: next(losses))
-    flags = ("-e", "d2", "-x", 12, "-b", 2, "-t", 8, "-v", 2, "-s", 0, "-o", "run", "--patience", patience,
-             "-n", 2, "-nk", 1)
+    flags = *"-e d2 -x 12 -b 2 -t 8 -v 2 -s 0 -o run -n 2 -nk 1 --patience".split(), patience
     printed = run_here(train_gpt2, *flags).stdout
     assert printed.count("validation was lowest at step 2, 4.0000: more steps overfit") == 1
     assert complete_checkpoints("run") == [2] * bool(patience) + [last] and f"\n{last} steps in " in printed
-    run_here(train_gpt2, *flags, "-y", 1)
+    run_here(train_gpt2, *flags, "-y", 1)  # whose validations are above the lowest of before
     assert complete_checkpoints("run") == [2] * bool(patience) + [12]
 
 

@@ -237,8 +237,7 @@ class Lab:
         self.torch = torch.cuda.is_available()  # whether PyTorch sees the GPU, too
         self.device, self.matmul = open_device(cuda.GPT2, gpu, config, precision, "auto")
         arch = "sm_75" if gpu.arch == "sm_75" else "sm_80"
-        self.portable = Device(gpu, portable_files(config, precision, arch),
-                               launch_geometry(config, precision, arch))
+        self.portable = Device(gpu, portable_files(config, precision, arch), launch_geometry(config, precision, arch))
         self.portable.gpu = gpu._replace(arch=arch)
         files = [kernel_file(mine, model_constants(config, precision))] if mine else None
         self.mine = Device(gpu, files, None).functions if mine else {}
