@@ -9,7 +9,7 @@ The flags are those of train_gpt2_cuda.py; -x is the number of timed steps (10 i
 learning rate 0. Each launch is timed alone, on one stream, by a pair of events, minus the time of a pair with nothing
 in between. Matmuls are named after the weight that they work on. Rates count operations for matmuls and attention, and
 for all other kernels the bytes of large arrays, once per necessary read or write. The peaks, a large matmul and a copy,
-are measured right before. Where Nsight Compute (ncu) is installed, a run of one step under it says how many bytes each
+are measured right before. Where Nsight Compute (ncu) is installed, a run of one step under it says how many MB each
 kernel really moved from and to the GPU's memory. Under Nsight Systems, the same names are NVTX ranges.
 """
 
@@ -303,7 +303,7 @@ def print_profile(rows, moved, bandwidth, peak):
     """Print a line for each kernel; moved: of measure_bytes; bandwidth in bytes/s, peak in operations/s."""
     total = sum(row.ms for row in rows.values())
     print(f"copy {bandwidth / 1e9:.0f} GB/s, large matmul {peak / 1e12:.0f} TFLOP/s, both measured")
-    print(f"{'kernel':<28} {'calls':>6} {'ms':>9} {'rate':>16} {'of peak':>8} {'share':>7}{"moved, MB" if moved else "":>11}")
+    print(f"{'kernel':<28} {'calls':>6} {'ms':>9} {'rate':>16} {'of peak':>8} {'share':>7}{'MB' * bool(moved):>11}")
     for name, row in rows.items():
         seconds = row.ms / 1000 or math.inf  # too short to be measured: no rate
         if row.flops:
