@@ -240,10 +240,9 @@ def measure_bytes(flags):
     its own; empty, with a line that says why, where it cannot count."""
     if not shutil.which("ncu"):
         return print("bytes are not measured: Nsight Compute (ncu) is not installed") or {}
-    program = "import profile_gpu as program; program.run_main(program.step_for_ncu)"
     path = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run([*NCU, sys.executable, "-c", program, *flags], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": path})
+    done = subprocess.run([*NCU, sys.executable, "-c", "import profile_gpu as p; p.run_main(p.step_for_ncu)", *flags],
+                          capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
     if done.returncode or not lines:
         print("bytes are not measured:", ((done.stderr + done.stdout).strip().splitlines() or ["ncu failed"])[-1])
@@ -329,12 +328,13 @@ def open_model(settings):
 @gpu_errors_as_lines()
 def main():
     settings = parse_settings(CudaSettings, "Time a training step kernel by kernel.")
+    asked = settings.given is None or "steps" in settings.given  # not the default of random weights: 1,000, to train
     settings.verbose = True  # the memory of each part, too
     moved = measure_bytes(sys.argv[1:])  # before this process takes the GPU's memory
     trainer = open_trainer(*open_model(settings))
     trainer.prepare()
     peaks = measure_copy(trainer.device), measure_matmul(trainer.matmul)
-    print_profile(time_launches(trainer, settings.steps or STEPS), moved, *peaks)
+    print_profile(time_launches(trainer, asked and settings.steps or STEPS), moved, *peaks)
 
 
 if __name__ == "__main__":

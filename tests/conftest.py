@@ -449,8 +449,7 @@ class FakeGPU:
         self.launches, self.streams, self.current, self.compute = [], [], [], {}
         self.cp, self.cublaslt = self.make_cupy(type("CudaError", (RuntimeError,), {})), FakeCublasLt(self)
         names = unittest.mock.sentinel  # each stands for itself
-        self.driver = SimpleNamespace(
-            CUtensorMapDataType=names, CUtensorMapSwizzle=names, CUtensorMapInterleave=names,
+        self.driver = SimpleNamespace(CUtensorMapDataType=names, CUtensorMapSwizzle=names, CUtensorMapInterleave=names,
             CUtensorMapL2promotion=names, CUtensorMapFloatOOBfill=names, CUresult=names, CUevent_record_flags=names,
             cuuint64_t=int, cuuint32_t=int, cuEventRecordWithFlags=lambda *_: (names.CUDA_SUCCESS,),
             cuTensorMapEncodeTiled=lambda *_: (names.CUDA_SUCCESS, SimpleNamespace(opaque=range(16))))
@@ -464,13 +463,11 @@ class FakeGPU:
             return dict(name=self.gpu.name.encode(), major=major, minor=minor, multiProcessorCount=self.gpu.sm_count,
                         sharedMemPerBlockOptin=self.gpu.shared)
 
-        runtime = SimpleNamespace(
-            CUDARuntimeError=error, memcpyDeviceToDevice=3, memcpy2DAsync=lambda *_: None,
+        runtime = SimpleNamespace(CUDARuntimeError=error, memcpyDeviceToDevice=3, memcpy2DAsync=lambda *_: None,
             memsetAsync=lambda address, value, size, stream: ctypes.memset(address, value, size),
             memGetInfo=lambda: (self.free, 141 << 30), driverGetVersion=lambda: 13000, getDeviceCount=lambda: 1,
             getDevice=lambda: 0, getDeviceProperties=properties, eventQuery=lambda ptr: 0)
-        return SimpleNamespace(
-            zeros=zeros, empty=zeros, asarray=lambda array: np.array(array).view(Array),
+        return SimpleNamespace(zeros=zeros, empty=zeros, asarray=lambda array: np.array(array).view(Array),
             RawModule=lambda path: SimpleNamespace(get_function=functools.partial(FakeFunction, self)),
             cuda=SimpleNamespace(
                 Stream=functools.partial(FakeStream, self), Event=FakeEvent, get_elapsed_time=lambda start, end: 1.0,

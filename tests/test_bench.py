@@ -64,6 +64,15 @@ def test_pytorch_by_other_kernels_computes_the_same(workplace, run_here, model):
         assert len(losses) == 4 and np.allclose(losses, expected, rtol=0, atol=1e-4)  # of which a log has four digits
 
 
+def test_our_run_has_all_settings():
+    """Also -b 4, the default elsewhere, but not of d4."""
+    settings = parse_settings(compare_losses.Comparison, "", ["-e", "d4", "-b", "4", "-x", "20"])
+    ours = parse_settings(compare_losses.TRAINED, "", compare_losses.flags_of(settings))
+    assert ours.print_every == 1
+    changed = {name for name, value in vars(ours).items() if getattr(settings, name) != value}
+    assert changed == {"val_every", "sample_every", "final_reports", "print_every", "lines", "given"}
+
+
 @pytest.mark.parametrize("program, flags", ((bench, ("gpu",)), (bench, ("attention",)), (bench, ("matmul",)),
                                             (bench, ("scale",)), (check_gpu, ()), (profile_gpu, ())))
 def test_what_needs_a_gpu_says_so(monkeypatch, run_here, program, flags):

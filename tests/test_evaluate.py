@@ -216,8 +216,7 @@ def test_the_table(examples, results, run_here):
     flags = "gpt2_124M.bin", "--data", "data/tiny_shakespeare_v*.bin", "--hellaswag", HELLASWAG, *TOKENIZER
     table = dict(re.findall(r"^\| (\S.*?) +\| (.*?) +\|$", run_here(evaluate, *flags).stdout, re.MULTILINE))
     found = results(*flags, "--batch_size", 3)
-    assert table == {
-        "model": "gpt2_124M.bin", "device": "CPU", "context": "32", "tokens scored": "599",
+    assert table == {"model": "gpt2_124M.bin", "device": "CPU", "context": "32", "tokens scored": "599",
         "data": "data/tiny_shakespeare_v*.bin",
         "validation loss": f"{found['validation_loss']:.6f}, of windows {found['validation_stride']} tokens apart",
         "perplexity": f"{found['perplexity']:.4f} = exp({np.log(found['perplexity']):.4f}), of windows"

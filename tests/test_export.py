@@ -260,8 +260,7 @@ def test_faults(tmp_path, export, flags, words):
     assert not list(tmp_path.glob("**/gpt2_*"))
 
 
-@pytest.mark.parametrize("words, damage", (
-    ("config.json", lambda folder: (folder / "config.json").unlink()),
+@pytest.mark.parametrize("words, damage", (("config.json", lambda folder: (folder / "config.json").unlink()),
     ("model.safetensors", lambda folder: (folder / "model.safetensors").unlink()),
     ("not a safetensors file", lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100)),
     ("configuration of a GPT-2", lambda folder: (folder / "config.json").write_text("[]")),

@@ -118,8 +118,7 @@ def test_debug_state_header_and_tokens(state_path, slot, value, words):
 def test_tokenizer_faults(workplace):
     path = workplace / "gpt2_tokenizer.bin"
     good = path.read_bytes()
-    for words, data, header in (
-            ("1000 bytes, expected a tokenizer with a 1024-byte header", good[:1000], {}),
+    for words, data, header in (("1000 bytes, expected a tokenizer with a 1024-byte header", good[:1000], {}),
             ("vocabulary of 257", good[:1024], {}), ("of 257", good[:1300], {}), ("of 257 tokens", good[:-1], {}),
             ("is damaged", good[:1024] + b"\x00" + good[1025:], {}),
             ("of 257 tokens", good + b"x", {}), ("version 3", good, dict(h1=3)), ("vocabulary of 0", good, dict(h2=0)),

@@ -93,8 +93,7 @@ def test_a_connection_that_breaks_goes_on_where_it_was(tmp_path, fetch, monkeypa
 
 def test_what_is_not_what_the_hub_says_is_refused(tmp_path, fetch):
     files = make_shards("fineweb", [100, 200], tmp_path)
-    for hub, words in (
-            (Hub(files, {NAMES[0]: "0" * 64}), (NAMES[0], "SHA-256", "expected 0000")),
+    for hub, words in ((Hub(files, {NAMES[0]: "0" * 64}), (NAMES[0], "SHA-256", "expected 0000")),
             (Hub({**files, NAMES[0]: files[NAMES[0]][:-2]}), (NAMES[0], "cut short")),
             (Hub({**files, NAMES[0]: np.int32(50257).tobytes()}), (NAMES[0], "token id 50257")),
             (Hub({"fineweb_000000.npy": b"another kind"}), ("holds no shards", "--parquet")),
@@ -186,8 +185,7 @@ def test_what_is_refused(tokenize, tmp_path, run_here, monkeypatch):
     write_parquet("title.parquet", title=["a"], id=[1])
     write_parquet("number.parquet", text=[1])
     write_parquet("short.parquet", text=[""] * 40)
-    for flags, words in (
-            (("--shards", 0), ["--shards 0"]), (("--processes", 0), ["--processes 0"]),
+    for flags, words in ((("--shards", 0), ["--shards 0"]), (("--processes", 0), ["--processes 0"]),
             (("--shard_tokens", 5), ("--shard_tokens 5", "--parquet")),
             (("--input", "none*.parquet"), ("none*.parquet", "no file matches")),
             (("--input", "none.parquet"), ("none.parquet", "no such file")),

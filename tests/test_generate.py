@@ -36,8 +36,7 @@ def samples_of(text_of):
     return lambda *flags: [json.loads(line) for line in text_of(*flags, "--json").splitlines()]
 
 
-@pytest.mark.parametrize("flags, choice", (
-    ((), Choice()), (("--temperature", 0), Choice(0.0)),
+@pytest.mark.parametrize("flags, choice", (((), Choice()), (("--temperature", 0), Choice(0.0)),
     (("--temperature", 0.5, "--top_k", 7, "--top_p", 0.9), Choice(0.5, 7, 0.9))))
 @pytest.mark.parametrize("prompt, count", (([], 10), ([5], 10), (list(range(30)), 90), (list(range(100)), 5)))
 def test_a_forward_pass_over_all_gives_the_same(samples_of, prompt, count, flags, choice):
