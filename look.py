@@ -1,0 +1,339 @@
+"""
+One training step of your own model as a page: every tensor, forward, backward and update, and how each number is made.
+
+    python look.py runs/first --prompt "The cat sat on the mat."     # writes look.html, and opens it
+
+The step is the trainer's: the layers of train_gpt2.py or train_llama3.py run on the prompt, and are watched. Their
+results are rounded to 16 bits, as the page holds them: what it shows follows from what it shows. look/formulas.js
+has each layer's formula for a single number, look/page.js the pictures. The file needs no network.
+"""
+
+import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
+
+import base64
+import contextlib
+import inspect
+import json
+import math
+import os
+import re
+import sys
+import webbrowser
+
+import numpy as np
+
+from llmc.api import load
+from llmc.checkpoint import owned_by_one, read_optimizer_state
+from llmc.errors import Parser, UserError, run_main
+from llmc.files import replacing
+from llmc.resume import checkpoint_paths, complete_checkpoints
+from llmc.tensors import flat, table_elements, views
+from train_gpt2 import adamw_update
+
+FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "look")
+MOST_TOKENS, MOST_MB, MOST_FRAMES, GRID = 64, 64, 12, 32
+
+
+@contextlib.contextmanager
+def watching(architecture, call):
+    """Within the block, the layers' functions of the architecture's pages run as call(function, arguments)."""
+    modules = {page.__module__: sys.modules[page.__module__] for page in architecture.__mro__[:-1]}
+    found = [(module, name, f) for module in modules.values() for name, f in vars(module).items()
+             if re.fullmatch(r"\w+_(forward|backward)", name) and inspect.isfunction(f)]
+    running = []
+
+    def watch(f):
+        def watched(*args):
+            if running:  # called by another layer's function
+                return f(*args)
+            running.append(f)
+            call(f, inspect.signature(f).bind(*args).arguments)
+            running.pop()
+        return watched
+
+    try:
+        for module, name, f in found:
+            setattr(module, name, watch(f))
+        yield
+    finally:
+        for module, name, f in found:
+            setattr(module, name, f)
+
+
+def scale_of(x):
+    """The power of two by which float16 keeps both the largest and the small numbers of x."""
+    largest = float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
+    return 2.0 ** (math.frexp(largest)[1] - 15) if largest else 1.0
+
+
+def round_to_16_bits(x):
+    """In place."""
+    x[...] = (x / np.float32(scale_of(x))).astype(np.float16) * np.float32(scale_of(x))
+
+
+class Numbers:
+    """The page's numbers, in 16 bits each or, if exact, 32: one buffer, of which the page makes typed arrays."""
+
+    def __init__(self):
+        self.pieces, self.size = [], 0  # in units of 16 bits
+
+    def add(self, x, exact=False):
+        """float32 array -> where it is."""
+        scale = scale_of(x)
+        stored = x.astype("<f4").view("<u2") if exact else (x / np.float32(scale)).astype("<f2").view("<u2")
+        begin = self.size + self.size % 2
+        self.pieces += [b"\0" * 2 * (begin - self.size), stored.tobytes()]
+        self.size = begin + stored.size
+        return dict(at=begin // 2, exact=1) if exact else dict(at=begin, scale=scale)
+
+
+class Recorder:
+    """The calls of a step, and the tensors that they read and write. A buffer that is written anew is a new tensor."""
+
+    def __init__(self, model):
+        self.tensors, self.contents, self.calls = [], [], []  # tensors: what the page is told of each
+        self.gradients = {}  # "name|layer" -> the number of its gradient
+        self.newest, self.outputs, self.places, self.V = {}, {}, {}, model.config.V
+        for kind in ("params", "grads", "acts", "scratch"):
+            tensors = getattr(model, kind)
+            for name, row in tensors.table.items():
+                whole = getattr(tensors, name)
+                for l, tensor in enumerate(whole) if row.stacked else [("", whole)]:
+                    self.places[tensor.ctypes.data] = kind, name, l
+                    if kind == "params":
+                        round_to_16_bits(tensor)
+
+    def place(self, x):
+        """(kind, name, layer) of an array, by its address; the layer is "" outside of layers."""
+        return self.places.get(x.ctypes.data, ("", "", ""))
+
+    def key(self, x):
+        return "{1}|{2}".format(*self.place(x))
+
+    def record(self, f, arguments):
+        """Call a layer's function, and note what it reads and writes."""
+        arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
+        before, number = {name: self.cut(x) for name, x in arrays.items()}, len(self.calls)
+        f(**arguments)
+        written = {}  # a name for each buffer: gelu_backward's dinp is its dout
+        for name, x in arrays.items():
+            if not same(self.cut(x), before[name]) and x.ctypes.data not in written.values():
+                written[name] = x.ctypes.data
+                round_to_16_bits(x)
+        ins = {name: self.number(x, before[name], name, name not in written) for name, x in arrays.items()}
+        ins = {name: i for name, i in ins.items() if i is not None}
+        pair = f.__name__.rsplit("_", 1)[0], self.key(arrays["inp"]) if "inp" in arrays else ""
+        is_forward = f.__name__.endswith("_forward")
+        if is_forward:
+            self.outputs[pair] = self.key(arrays[next(iter(written))])
+        elif "dout" in ins and pair in self.outputs:  # of a sum's terms, to which the sum's gradient is handed on
+            self.gradients.setdefault(self.outputs[pair], ins["dout"])
+        of = {name: None if is_forward else self.gradient_of(name, arrays) for name in written}
+        outs = {name: self.add(arrays[name], self.cut(arrays[name]), name, of[name], number) for name in written}
+        numbers = {name: x for name, x in arguments.items() if isinstance(x, (int, float))}
+        self.calls.append(dict(f=f.__name__, ins=ins, outs=outs, n=numbers))
+
+    def cut(self, x):
+        """A copy, without the rows that pad the vocabulary."""
+        kind, name, _ = self.place(x)
+        return x[: self.V].copy() if kind in ("params", "grads") and name in ("wte", "lm_head") else x.copy()
+
+    def number(self, x, content, argument, is_read):
+        """The number of the tensor with x's memory and this content: a new one if it is read, else None."""
+        known = self.newest.get(x.ctypes.data)
+        if known is not None and same(self.contents[known], content):
+            return known
+        return self.add(x, content, argument) if is_read else None
+
+    def add(self, x, content, argument, of=None, by=None):
+        """A new tensor, the gradient `of` (name, layer) or itself, written by call `by`; returns its number."""
+        number, (kind, name, l) = len(self.tensors), self.place(x)
+        if of:
+            name, l = of
+            self.gradients[f"{name}|{l}"] = number
+        self.newest[x.ctypes.data] = number
+        has_batch = kind in ("acts", "scratch") or content.dtype.kind == "i"  # of one sequence
+        self.tensors.append(dict(name=name or argument, layer=l, kind="gradient" if of else kind, by=by, arg=argument,
+                                 shape=content.shape[has_batch:]))
+        self.contents.append(content)
+        return number
+
+    def gradient_of(self, name, arrays):
+        """(name, layer) of the tensor whose gradient the argument `dname` is."""
+        if self.place(arrays[name])[0] == "grads":
+            return self.place(arrays[name])[1:]
+        if name[1:] in arrays:
+            return self.place(arrays[name[1:]])[1:]
+        layers = [self.place(x)[2] for x in arrays.values()]
+        if arrays[name].ctypes.data in self.newest:
+            layers.append(self.tensors[self.newest[arrays[name].ctypes.data]]["layer"])
+        return name[1:], next((l for l in layers if l != ""), "")
+
+    def described(self, numbers):
+        """The page's description of each tensor. It computes a weight's gradient, as large as the weight, itself."""
+        for tensor, content in zip(self.tensors, self.contents):
+            if content.dtype.kind == "i":
+                tensor["ints"] = content.ravel().tolist()
+            elif tensor["arg"] != "dweight" or content.ndim == 1:
+                tensor |= numbers.add(content, exact=tensor["by"] is None and tensor["kind"] != "params")
+        return self.tensors
+
+
+def same(a, b):
+    return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+
+
+def best(probs, count):
+    """[[id, probability] * count] of each row, the likeliest first."""
+    ids = np.argsort(-probs, axis=-1, kind="stable")[:, :count]
+    return [[[int(id), round(float(row[id]), 4)] for id in line] for line, row in zip(ids, probs)]
+
+
+def guesses_after_layers(model, calls):
+    """The five likeliest next tokens at each position by the residual stream after each layer (layer 0: embedding), as
+    if no layer followed: [layer][position] -> [id, probability]s. This is the logit lens, nostalgebraist 2020."""
+    acts, last, found = model.acts, model.acts.residual3[-1], []
+    reads = [arguments["inp"].ctypes.data if "inp" in arguments else 0 for _, arguments in calls]
+    for residual in (acts.encoded.copy(), *acts.residual3.copy()):
+        last[...] = residual
+        for f, arguments in calls[reads.index(last.ctypes.data) :]:
+            f(**arguments)
+        found.append(best(acts.probs[0], 5))
+    return found
+
+
+def gradient_times_input(model, architecture, T):
+    """(T, T): how much the loss at position t (row) depends on the token at t2: the gradient with respect to its
+    embedding, times the embedding."""
+    depends = np.zeros((T, T), np.float32)
+
+    def call(f, arguments):
+        if f.__name__ == "crossentropy_softmax_backward":
+            arguments["dlosses"][...] = np.arange(T) == t
+        if f.__name__ == "encoder_backward":
+            depends[t] = np.vecdot(arguments["dout"][0], model.acts.encoded[0])
+        f(**arguments)
+
+    with watching(architecture, call):
+        for t in range(T):  # which call reads
+            model.backward()
+    return depends
+
+
+def update(model, path, settings, numbers):
+    """The optimizer's update by this step's gradients: of each matrix, in a grid of blocks, the weight that moved most.
+    The moments are those of a run's newest checkpoint, if there are; else it is a first update."""
+    optimizer, step, shown = model.optimizer, 0, {}
+    steps = complete_checkpoints(path) if os.path.isdir(path) else []
+    if steps and os.path.exists(state := checkpoint_paths(path, steps[-1])[1]):
+        step = read_optimizer_state(state, owned_by_one(optimizer))[0].step
+    moved = views(model.params.table, model.params.buffer.copy())
+    optimizer.update(model.params, model.grads, settings, settings.learning_rate, step + 1)
+    np.subtract(flat(model.params), flat(moved), out=flat(moved))
+    for name, row in moved.table.items():
+        sources = [getattr(source, name) for source in (
+            moved, model.grads, *(getattr(optimizer, kind) for kind in optimizer.STATE))]
+        for l in range(row.shape[0]) if row.stacked else ("",):
+            parts = [x[l] if row.stacked else x[: model.config.V] if row.vocabulary else x for x in sources]
+            at = most_in_blocks(np.abs(parts[0]))
+            shown[f"{name}|{l}"] = dict(at=at.tolist(), total=float(np.linalg.norm(parts[0])),
+                                        values=[numbers.add(x.reshape(-1)[at], exact=True) for x in parts])
+    lengths = np.linalg.norm(moved.wte[: model.config.V], axis=1)
+    return dict(tensors=shown, step=step + 1, learning_rate=settings.learning_rate, beta1=settings.beta1,
+                beta2=settings.beta2, eps=settings.eps, weight_decay=settings.weight_decay,
+                embeddings=[[int(id), float(lengths[id])] for id in np.argsort(-lengths, kind="stable")[:12]])
+
+
+def most_in_blocks(x):
+    """The flat index of the largest number in each block of at most GRID x GRID (of a vector: of all)."""
+    if x.ndim == 1:
+        return np.arange(x.size)
+    rows, columns = (np.linspace(0, n, min(n, GRID) + 1).astype(int) for n in x.shape)
+    at = [(r, c, *np.unravel_index(np.argmax(block := x[r:r2, c:c2]), block.shape))
+          for r, r2 in zip(rows, rows[1:]) for c, c2 in zip(columns, columns[1:])]
+    return np.array([(r + i) * x.shape[1] + c + j for r, c, i, j in at])
+
+
+def film(path, inputs, targets, numbers):
+    """The prompt in the checkpoints of a run: loss, guesses, attention, and the size of the residual stream."""
+    steps, frames = complete_checkpoints(path) if os.path.isdir(path) else [], []
+    for i in sorted({round(x) for x in np.linspace(0, len(steps) - 1, MOST_FRAMES)}) if len(steps) > 1 else ():
+        model = load(checkpoint_paths(path, steps[i])[0])
+        loss, acts = model.forward(inputs, targets), model.model.acts
+        norms = [float(np.sqrt(np.square(x).mean())) for x in (acts.encoded, *acts.residual3)]
+        frames.append(dict(step=steps[i], loss=loss, losses=acts.losses[0].tolist(), guesses=best(acts.probs[0], 3),
+                           norms=norms, att=numbers.add(acts.att)))
+    return frames
+
+
+def look(path, prompt, tokenizer=""):
+    """(the page's data, for JSON; its Numbers; the Recorder, for tests). Raises UserError for a prompt that is too
+    short or too long, and for a model that is too large."""
+    opened = load(path, tokenizer)
+    ids, model, config, architecture = opened.ids(prompt), opened.model, opened.config, type(opened.model)
+    T, most = len(ids) - 1, min(MOST_TOKENS, opened.T)
+    if not 2 <= T <= most:
+        raise UserError(f"--prompt: {len(ids)} tokens, expected 3 to {most + 1}")
+    tables = architecture.activation_table(config, 1, T), architecture.scratch_table(config, 1, T)
+    megabytes = (table_elements(model.params.table) + sum(map(table_elements, tables)) * 1.2) * 2 * 4 / 3 / 1e6
+    if megabytes > MOST_MB:
+        raise UserError(f"{path}: the page would have {megabytes:,.0f} MB, of at most {MOST_MB}: look at a smaller"
+                        " model, like d4, or pass a shorter --prompt")
+    model.allocate_activations(1, T)
+    model.allocate_training(1, T)
+    model.acts, model.scratch = views(tables[0], model.activations_buffer), views(tables[1], model.scratch.buffer)
+    for tensors in (model.acts, model.scratch):
+        flat(tensors).fill(np.nan)  # so that whatever is written differs from it
+    calls, numbers, recorder = [], Numbers(), Recorder(model)
+    inputs, targets = ids[None, :-1], ids[None, 1:]
+
+    def record(f, arguments):
+        calls.append((f, arguments))
+        recorder.record(f, arguments)
+
+    with watching(architecture, record):
+        loss, forward = model.forward(inputs, targets), len(calls)
+    guesses, depends = guesses_after_layers(model, calls), gradient_times_input(model, architecture, T)
+    with watching(architecture, record):
+        model.backward()
+    source = {f.__name__: dict(text=inspect.getsource(f), line=inspect.getsourcelines(f)[1],
+                               file=os.path.basename(inspect.getsourcefile(f)))
+              for f in {adamw_update, *(f for f, _ in calls)}}
+    words = [opened.tokenizer.decode([id]) if opened.tokenizer else f"#{id}" for id in range(config.V)]
+    return dict(
+        path=path, title=architecture.TITLE, model=config.describe(), loss=loss, ids=ids.tolist(), V=config.V,
+        L=config.L, NH=config.NH, calls=recorder.calls, forward=forward, gradients=recorder.gradients, source=source,
+        tensors=recorder.described(numbers), guesses=guesses, depends=numbers.add(depends), vocabulary=words,
+        update=update(model, path, architecture.Settings(), numbers), film=film(path, inputs, targets, numbers),
+    ), numbers, recorder
+
+
+def write_page(path, data, numbers):
+    """One file: the page, its style, its script, its data. In JSON, `<` would end the script."""
+    page = "{page.html}"
+    for name in ("page.html", "page.css", "formulas.js", "page.js"):
+        with open(os.path.join(FOLDER, name), encoding="utf-8") as f:
+            page = page.replace(f"{{{name}}}", f.read())
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    page = page.replace("{numbers}", base64.b64encode(b"".join(numbers.pieces)).decode()).replace("{data}", text)
+    with replacing(path) as f:
+        f.write(page.encode())
+
+
+def main():
+    parser = Parser(description=__doc__.strip().split("\n")[0])
+    parser.add_argument("model", help="the directory of a run, a .bin file or a Hugging Face folder")
+    parser.add_argument("--prompt", default="The cat sat on the mat.", help="the step's text (default: %(default)s)")
+    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer file (default: the one beside the model)")
+    parser.add_argument("-o", "--output", default="look.html", help="the page to write (default: %(default)s)")
+    parser.add_argument("--open", type=int, choices=(0, 1), default=1, help="1: open it in a browser (the default)")
+    args = parser.parse_args()
+    data, numbers, _ = look(args.model, args.prompt, args.tokenizer)
+    write_page(args.output, data, numbers)
+    print(f"{args.output}: {os.path.getsize(args.output) / 1e6:.1f} MB, loss {data['loss']:.4f}")
+    if args.open:
+        webbrowser.open("file://" + os.path.abspath(args.output))
+
+
+if __name__ == "__main__":
+    run_main(main)
