@@ -35,6 +35,7 @@ SANITIZE ?= (3-97 and (C64x or C240x or C1600x)) or (grouped and 3-97 and (2-2 o
 
 help:
 	@echo "make train       train a small GPT-2 on the English in Python's standard library: three minutes, no download"
+	@echo "make look        one training step of that model, as a page that you can click: look.html"
 	@echo "make test        parity with PyTorch on small models, formats, errors; on a GPU, some cases of each kernel's tests"
 	@echo "make test-gpu    every case, on a GPU"
 	@echo "make test-124M   parity of random GPT-2 124M, B=4, T=64, all kernels compiled: some minutes, 14 GB of memory"
@@ -51,8 +52,12 @@ train: $(ENVIRONMENT) data/pyprose_train.bin
 	@$(PYTHON) generate.py $(RUN) --prompt "The " --tokens 500 --temperature 0.7 2>/dev/null
 	@echo
 	@echo "more text:     $(PYTHON) generate.py $(RUN) --prompt \"Return \" --temperature 0.7"
+	@echo "look inside:   make look RUN=$(RUN)"
 	@echo "its losses:    $(PYTHON) dev/plot_log.py $(RUN)      (a picture; needs matplotlib)"
 	@echo "train longer:  make train RUN=runs/second STEPS=5000  (Ctrl-C stops it; the same command goes on)"
+
+look: $(ENVIRONMENT)
+	$(PYTHON) look.py $(RUN) --prompt "The cat sat on the mat."
 
 # The processes share the cores; two threads in each, so that some work is split.
 test test-gpu: export OMP_NUM_THREADS := 2
@@ -107,4 +112,4 @@ endif
 	.venv/bin/python -m pip install -q --progress-bar on $(or $(REQUIREMENTS:%=-r %),numpy -c requirements.txt)
 	@touch $@
 
-.PHONY: help train test test-gpu test-124M bench check profile sanitize clean
+.PHONY: help train look test test-gpu test-124M bench check profile sanitize clean

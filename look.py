@@ -12,6 +12,7 @@ import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy
 
 import base64
 import contextlib
+import functools
 import inspect
 import json
 import math
@@ -114,14 +115,15 @@ class Recorder:
         """Call a layer's function, and note what it reads and writes."""
         arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
         before, number = {name: self.cut(x) for name, x in arrays.items()}, len(self.calls)
+        copies = [{n: x.copy() if n in arrays else x for n, x in arguments.items()} for _ in arrays]
         f(**arguments)
         written = {}  # a name for each buffer: gelu_backward's dinp is its dout
         for name, x in arrays.items():
             if not same(self.cut(x), before[name]) and x.ctypes.data not in written.values():
                 written[name] = x.ctypes.data
                 round_to_16_bits(x)
-        ins = {name: self.number(x, before[name], name, name not in written) for name, x in arrays.items()}
-        ins = {name: i for name, i in ins.items() if i is not None}
+        ins = {name: self.number(x, before[name], name) for (name, x), copy in zip(arrays.items(), copies)
+               if name not in written or self.is_known(x, before[name]) and is_read(f, copy, name)}
         pair = f.__name__.rsplit("_", 1)[0], self.key(arrays["inp"]) if "inp" in arrays else ""
         is_forward = f.__name__.endswith("_forward")
         if is_forward:
@@ -138,12 +140,12 @@ class Recorder:
         kind, name, _ = self.place(x)
         return x[: self.V].copy() if kind in ("params", "grads") and name in ("wte", "lm_head") else x.copy()
 
-    def number(self, x, content, argument, is_read):
-        """The number of the tensor with x's memory and this content: a new one if it is read, else None."""
-        known = self.newest.get(x.ctypes.data)
-        if known is not None and same(self.contents[known], content):
-            return known
-        return self.add(x, content, argument) if is_read else None
+    def is_known(self, x, content):
+        return x.ctypes.data in self.newest and same(self.contents[self.newest[x.ctypes.data]], content)
+
+    def number(self, x, content, argument):
+        """The number of the tensor with x's memory and this content."""
+        return self.newest[x.ctypes.data] if self.is_known(x, content) else self.add(x, content, argument)
 
     def add(self, x, content, argument, of=None, by=None):
         """A new tensor, the gradient `of` (name, layer) or itself, written by call `by`; returns its number."""
@@ -179,6 +181,13 @@ class Recorder:
         return self.tensors
 
 
+def is_read(f, arguments, name):
+    """Whether a function reads the array that it also writes: NaN in it would stay."""
+    arguments[name].fill(np.nan)
+    f(**arguments)
+    return np.isnan(arguments[name]).any()
+
+
 def same(a, b):
     return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
 
@@ -207,15 +216,15 @@ def gradient_times_input(model, architecture, T):
     embedding, times the embedding."""
     depends = np.zeros((T, T), np.float32)
 
-    def call(f, arguments):
+    def call(t, f, arguments):
         if f.__name__ == "crossentropy_softmax_backward":
             arguments["dlosses"][...] = np.arange(T) == t
         if f.__name__ == "encoder_backward":
             depends[t] = np.vecdot(arguments["dout"][0], model.acts.encoded[0])
         f(**arguments)
 
-    with watching(architecture, call):
-        for t in range(T):  # which call reads
+    for t in range(T):
+        with watching(architecture, functools.partial(call, t)):
             model.backward()
     return depends
 
@@ -270,10 +279,12 @@ def look(path, prompt, tokenizer=""):
     """(the page's data, for JSON; its Numbers; the Recorder, for tests). Raises UserError for a prompt that is too
     short or too long, and for a model that is too large."""
     opened = load(path, tokenizer)
+    if not opened.tokenizer:
+        raise UserError(f"{path}: no vocabulary is beside it: pass --tokenizer FILE")
     ids, model, config, architecture = opened.ids(prompt), opened.model, opened.config, type(opened.model)
     T, most = len(ids) - 1, min(MOST_TOKENS, opened.T)
     if not 2 <= T <= most:
-        raise UserError(f"--prompt: {len(ids)} tokens, expected 3 to {most + 1}")
+        raise UserError(f"--prompt: {len(ids)} token{'s' * (T != 0)}, expected 3 to {most + 1}")
     tables = architecture.activation_table(config, 1, T), architecture.scratch_table(config, 1, T)
     megabytes = (table_elements(model.params.table) + sum(map(table_elements, tables)) * 1.2) * 2 * 4 / 3 / 1e6
     if megabytes > MOST_MB:
@@ -299,7 +310,7 @@ def look(path, prompt, tokenizer=""):
     source = {f.__name__: dict(text=inspect.getsource(f), line=inspect.getsourcelines(f)[1],
                                file=os.path.basename(inspect.getsourcefile(f)))
               for f in {adamw_update, *(f for f, _ in calls)}}
-    words = [opened.tokenizer.decode([id]) if opened.tokenizer else f"#{id}" for id in range(config.V)]
+    words = [opened.tokenizer.decode([id]) for id in range(config.V)]
     return dict(
         path=path, title=architecture.TITLE, model=config.describe(), loss=loss, ids=ids.tolist(), V=config.V,
         L=config.L, NH=config.NH, calls=recorder.calls, forward=forward, gradients=recorder.gradients, source=source,

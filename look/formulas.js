@@ -115,10 +115,13 @@ const rowMean = (e, x, t, C) => e.is("divided by C", e.sum(`sum of row ${positio
 function normBackward(c, e, t, j, hasMean) {  // dinp += rstd (dn − mean of dn − n mean of (dn n)), dn = dout weight
   const { dout, inp, weight, mean, rstd, dinp } = c.ins, C = c.n.C, r = rstd.num(t), m = hasMean ? mean.num(t) : 0;
   const n = i => (inp.num(t, i) - m) * r, dn = i => dout.num(t, i) * weight.num(i);
+  e.of(inp, t, j);
   let meanDn = 0, meanDnN = 0;
   for (let i = 0; i < C; i++) { meanDn += hasMean ? dn(i) / C : 0; meanDnN += dn(i) * n(i) / C; }
-  e.is(`n: ${inp.name}[${t}, ${j}], normalized`, n(j));
-  e.is(`dn = ${dout.title}[${t}, ${j}] × ${weight.name}[${j}]`, dn(j));
+  e.is("n: it, normalized", n(j));
+  e.of(dout, t, j);
+  e.of(weight, j);
+  e.is("dn: their product", dn(j));
   if (hasMean) e.is("mean of dn over the row", meanDn);
   e.is("mean of dn × n over the row", meanDnN);
   const own = e.is(`rstd × (dn ${hasMean ? "− mean of dn " : ""}− n × mean of dn × n)`,
@@ -312,13 +315,19 @@ function explain(tensor, index) {  // -> Explanation with .value and .mark, or n
 
 function explainMove(key, k) {  // AdamW's move of a weight
   const u = data.update, { at, values } = u.tensors[key], e = new Explanation();
-  const [moved, g, m, v] = values.map(x => floats(x, at.length)[k]), w = e.is("the weight w", newest[key].data[at[k]]);
-  e.is("its gradient g", g);
-  e.is(`m, after m += ${say(1 - u.beta1)} (g − m)`, m);
-  e.is(`v, after v += ${say(1 - u.beta2)} (g² − v)`, v);
-  const a = e.is(`m / (1 − ${u.beta1}^${u.step})`, m / (1 - u.beta1 ** u.step));
-  const b = e.is(`v / (1 − ${u.beta2}^${u.step})`, v / (1 - u.beta2 ** u.step));
+  const [moved, g, m, v] = values.map(x => floats(x, at.length)[k]), weight = newest[key], C = weight.shape[1];
+  const index = C ? [Math.floor(at[k] / C), at[k] % C] : [at[k]], w = e.of(weight, ...index);
+  e.note("g, its gradient:");
+  e.of(gradients[key], ...index);
+  e.is("m, the running mean of g, before", (m - (1 - u.beta1) * g) / u.beta1);
+  e.is(`and after: m += ${say(1 - u.beta1)} (g − m)`, m);
+  e.is("v, the running mean of g², before", (v - (1 - u.beta2) * g * g) / u.beta2);
+  e.is(`and after: v += ${say(1 - u.beta2)} (g² − v)`, v);
+  e.note("A weight moves far where g is large beside the √v that it has had.");
+  const a = e.is(`m, as if it had not begun at 0: m / (1 − ${u.beta1}^${u.step})`, m / (1 - u.beta1 ** u.step));
+  const b = e.is(`v likewise: v / (1 − ${u.beta2}^${u.step})`, v / (1 - u.beta2 ** u.step));
   const value = -u.learning_rate * (a / (Math.sqrt(b) + u.eps) + u.weight_decay * w);
-  e.is(`−${u.learning_rate} × (the first / (√ of the second + ${u.eps}) + ${u.weight_decay} w)`, value);
+  const decay = u.weight_decay ? ` + ${u.weight_decay} × the weight` : "";
+  e.is(`−${u.learning_rate} × (that m / (√ of that v + ${u.eps})${decay})`, value);
   return Object.assign(e, { value, moved, f: "adamw_update", mark: "p -= t" });
 }

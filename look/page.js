@@ -62,26 +62,26 @@ function make(tag, fields = {}, ...children) {
 const words = (tag, textContent) => make(tag, { textContent });
 const cells = (tag, ...all) => make("tr", {}, ...all.map(x => x.tagName === "TD" ? x : make(tag, {}, x)));
 const scroll = (...rows) => make("div", { className: "scroll" }, make("table", {}, ...rows));
-const link = (tensor, index, text = `${tensor.title}[${index.join(", ")}]`) =>
+const link = (tensor, index, text = `${tensor.title}[${index.join(", ")}]${ofLayer(tensor.layer)}`) =>
   make("a", { href: tensor.href(index), textContent: text });
 
-function bigPicture(rows, columns, number, full, [row, column], choose, label) {  // its cells can be clicked
+function bigPicture(rows, columns, number, full, [row, column], choose, label, low = -full) {  // click its cells
   const wide = Math.max(200, Math.min(620, innerWidth - 60)) / columns, up = Math.max(.45, Math.min(28, 460 / rows));
   const across = wide > 2 ? Math.min(28, Math.floor(wide)) : wide;
   const canvas = draw(make("canvas", { role: "img", ariaLabel: label }), rows, columns, number, full);
   canvas.style = `width:${columns * across}px;height:${rows * up}px`;
   canvas.onclick = ({ offsetX: x, offsetY: y }) =>
     choose(Math.min(rows - 1, Math.floor(y / up)), Math.min(columns - 1, Math.floor(x / across)));
-  const scale = draw(make("canvas", { className: "legend" }), 1, 511, (r, c) => c - 255, 255);
+  const scale = draw(make("canvas", { className: "legend" }), 1, 256, (r, c) => low + (full - low) * c / 255, full);
   const chosen = make("i", { style: `left:${column * across - 2}px;top:${row * up - 2}px;width:${
     Math.max(across, 2) + 4}px;height:${Math.max(up, 2) + 4}px` });
   return make("div", {}, make("div", { className: "big" }, canvas, chosen),
-    make("p", {}, `−${say(full)}`, scale, say(full)));
+    make("p", {}, `colors: ${say(low)}`, scale, `${say(full)}, and beyond`));
 }
 
 function headGrid(number, choose, chosen) {  // all attention maps: a row a layer
   return make("div", {}, ...Array.from({ length: data.L }, (_, l) => make("div", { className: "heads" },
-    `Layer ${l + 1}`, ...Array.from({ length: data.NH }, (_, h) => make("button", { className: "tile",
+    words("span", `Layer ${l + 1}`), ...Array.from({ length: data.NH }, (_, h) => make("button", { className: "tile",
       onclick: () => choose(l, h), ariaCurrent: chosen === `${l},${h}` },
     draw(make("canvas"), T, T, (r, c) => number(l, h, r, c), 1), `head ${h + 1}`)))));
 }
@@ -106,7 +106,16 @@ const WHAT = {  // each tensor of the trainers
   losses: "−log of the probability of the token that came next", cos: "cosines of RoPE's angles",
   sin: "sines of RoPE's angles", dlosses: "each position's share of the mean loss: 1 / T",
 };
-const ofLayer = l => l === "" ? "" : ` of layer ${l + 1} (l = ${l})`;
+const WORDS = {
+  tensor: "an array of numbers", softmax: "exp of each number, divided by their sum",
+  "residual stream": "the numbers that each position carries up through the layers; attention and MLP add to them",
+  head: "one of several attentions side by side, each with channels of its own",
+  "query, key, value": "what a head makes of each position: a query asks, each key says how well it fits, the values of"
+    + " those that fit are added up",
+  MLP: "two matmuls with a bend (GELU or SwiGLU) between them, at each position for itself",
+  gradient: "how much the loss would change, for a change of 1 in a number", AdamW: "the rule that moves the weights",
+};
+const ofLayer = l => l === "" ? "" : ` of layer ${l + 1}`;
 const go = (mode, key = "", index = []) => { location.hash = `${mode}/${key}/${index.join(",")}`; };
 let state = {};  // mode; key, tensor and index, if one is shown; given: the address's index
 
@@ -124,7 +133,10 @@ function read() {  // the address -> state; what is wrong in it is ignored
 function tile(key, mode) {
   const tensor = newest[key], shown = mode === "backward" ? gradients[key] : tensor, canvas = make("canvas");
   const button = make("button", { className: tensor.isWeight ? "tile weight" : "tile", data: { key },
-    title: `${WHAT[tensor.name] ?? "a weight"}${ofLayer(tensor.layer)}`, onclick: () => go(mode, key) },
+    title: `${WHAT[tensor.name] ?? "a weight"}${ofLayer(tensor.layer)}`, onclick: () => {
+      go(mode, key);
+      if (innerWidth <= 800) $("detail").scrollIntoView();  // there it is above the map
+    } },
   canvas, (mode === "backward" ? "d" : "") + tensor.name, words("small", tensor.shape.join(" × ")));
   button.paint = () => {
     const [NH, R, C] = shown.shape, { rows, columns, at } = layout(shown), m = mode === "update" && moves(key);
@@ -152,8 +164,7 @@ function drawMap() {  // the calls of the forward pass, a box a layer, the last 
     const shown = [...outs, ...Object.values(c.ins).filter(x => x.isWeight)].filter(x =>
       mode === "backward" ? gradients[x.key] : mode === "forward" || x.isWeight);
     if (!shown.length) continue;
-    const f = mode === "backward" ? calls[gradients[shown[0].key].by].f : mode === "update" ? "adamw_update" : c.f;
-    groups.at(-1).boxes.push(make("div", { className: "call" }, words("span", f),
+    groups.at(-1).boxes.push(make("div", { className: "call" }, words("span", c.f.replace("_forward", "")),
       make("div", { className: "tiles" }, ...shown.map(x => tile(x.key, mode)))));
   }
   $("map").className = mode;
@@ -206,12 +217,12 @@ function drawDetail() {
   if (mode === "update") return tensor.isWeight ? drawMove() : mostMoved();
   const [low, high, full] = span(tensor.data), names = axes(tensor), what = WHAT[tensor.name] ?? "a weight";
   const { rows, columns, at, cell } = layout(tensor, index[0]), e = explain(tensor, index);
-  const readers = calls.filter(c => Object.values(c.ins).includes(tensor)).map(c => Object.values(c.outs)[0]);
+  const readers = calls.filter(c => Object.values(c.ins).includes(tensor)).flatMap(c => Object.values(c.outs));
   return [words("h2", tensor.title + ofLayer(tensor.layer)),
     words("p", tensor.kind === "gradient" ? `How the loss changes with ${tensor.name}: ${what}.` : `It is ${what}.`),
     words("p", `${tensor.shape.join(" × ")} numbers, ${say(low)} … ${say(high)}`),
     bigPicture(rows, columns, (r, c) => tensor.num(...at(r, c)), full, cell(index),
-      (r, c) => go(mode, key, at(r, c)), `${tensor.title}: ${what}`),
+      (r, c) => go(mode, key, at(r, c)), `${tensor.title}: ${what}`, low < 0 ? -full : 0),
     make("p", { className: "index" }, ...index.map((i, axis) => make("label", {}, `${names[axis]} `,
       make("input", { type: "number", value: i, min: 0, max: tensor.shape[axis] - 1,
         onchange: event => go(mode, key, index.with(axis, +event.target.value)) })))),
@@ -219,19 +230,19 @@ function drawDetail() {
       index.map((i, axis) => inWords(names[axis], i)).join(", ")}: `, words("output", say(tensor.num(...index)))),
     ...(e ? howMade(e, tensor.num(...index)) : [words("p", tensor.isWeight
       ? "Training made this weight. Backward has its gradient, Update how it moves." : "It is given.")]),
-    make("p", {}, "Read by: ", ...readers.flatMap(x =>
-      [link(x, x.shape.map(() => 0), x.title + ofLayer(x.layer)), "  "]))];
+    make("p", {}, readers.length ? "It goes into " : "", ...readers.flatMap((x, i) =>
+      [i ? ", " : "", link(x, x.shape.map(() => 0), x.title + ofLayer(x.layer))]))];
 }
 
 function drawMove() {
   const { key, index: [k] } = state, { at, rows, columns, number, full, moved } = moves(key), e = explainMove(key, k);
-  const weight = newest[key], i = at[k], C = weight.shape[1];
+  const weight = newest[key];
   return [words("h2", `AdamW moves ${weight.name}${ofLayer(weight.layer)}`),
     words("p", `Of ${weight.shape.join(" × ")} weights, the one in each block that moves most. All moves together have`
       + ` length ${say(data.update.tensors[key].total)}.`),
     bigPicture(rows, columns, number, full, [Math.floor(k / columns), k % columns],
       (r, c) => go("update", key, [r * columns + c]), "how far the weights move"),
-    make("p", {}, link(weight, C ? [Math.floor(i / C), i % C] : [i]), " moves by ", words("output", say(moved[k]))),
+    make("p", {}, `Weight ${at[k]} moves by `, words("output", say(moved[k]))),
     ...howMade(e, e.moved)];
 }
 
@@ -253,8 +264,11 @@ function mostMoved() {
 function introduction() {
   return [words("h2", state.mode === "backward" ? "Backward: how the loss changes with each number"
     : "Forward: from tokens to a loss"),
-  words("p", "Each tile is a tensor: tokens across, channels down; dashed: a weight. Click a tile, then one of its"
-    + " numbers, to see how it is made, and the line of the trainer that makes it. Arrow keys move, Escape goes up."),
+  words("p", "Each tile is a tensor: tokens across, channels down; dashed: a weight. The step goes up, from the"
+    + " embedding at the bottom to the loss on top. Click a tile, then one of its numbers, to see how it is made, and"
+    + " the line of the trainer that makes it. Arrow keys move, Escape goes up. In the prompt, blue was expected."),
+  make("details", {}, words("summary", "Words"), make("dl", {}, ...Object.entries(WORDS).flatMap(([word, meaning]) =>
+    [words("dt", word), words("dd", meaning)]))),
   words("p", `The loss is ${say(data.loss)}, the mean over the positions:`),
   scroll(cells("th", "after", "came", "probability", "loss", "best guess"), ...inputs.map((_, t) => {
     const [id, p] = data.guesses.at(-1)[t][0], losses = newest["losses|"];
@@ -264,16 +278,19 @@ function introduction() {
 }
 
 function drawAttention() {
-  const [l, h, t, t2] = state.key ? [state.tensor.layer, ...state.index] : [0, 0, T - 1, 0], att = newest[`att|${l}`];
+  const [l, h, t] = state.key ? [state.tensor.layer, ...state.index] : [0, 0, T - 1], att = newest[`att|${l}`];
   const looks = inputs.map((_, x) => [x, att.num(h, t, x)]).sort((a, b) => b[1] - a[1]).slice(0, 8);
   state.position = t;
+  const choose = (l, h) => {
+    go("attention", `att|${l}`, [h, t, 0]);
+    if (innerWidth <= 800) $("one").scrollIntoView();
+  };
   return [make("div", {}, words("h2", "Where each head looks"),
     words("p", "A row is a position, the first on top; its columns are the positions up to it. Full color: 1."),
-    headGrid((l, h, r, c) => newest[`att|${l}`].num(h, r, c), (l, h) => go("attention", `att|${l}`, [h, t, 0]),
-      `${l},${h}`)),
-  make("div", {}, words("h2", `Layer ${l + 1}, head ${h + 1}`),
-    bigPicture(T, T, (r, c) => att.num(h, r, c), 1, [t, t2], (r, c) => go("attention", `att|${l}`, [h, r, c]),
-      `attention of layer ${l + 1}, head ${h + 1}`),
+    headGrid((l, h, r, c) => newest[`att|${l}`].num(h, r, c), choose, `${l},${h}`)),
+  make("div", { id: "one" }, words("h2", `Layer ${l + 1}, head ${h + 1}`),
+    bigPicture(T, T, (r, c) => att.num(h, r, c), 1, [t, looks[0][0]], r => go("attention", `att|${l}`, [h, r, 0]),
+      `attention of layer ${l + 1}, head ${h + 1}`, 0),
     words("p", `From position ${position(t)} it looks at (the prompt above chooses another position):`),
     scroll(...looks.map(([x, p]) => cells("td", position(x), link(att, [h, t, x], say(p))))))];
 }
@@ -294,7 +311,7 @@ function drawGuesses() {
     words("p", `Loss ${say(newest["losses|"].num(t))}. The five best guesses:`),
     scroll(...data.guesses.at(-1)[t].map(([id, p]) => cells("td", `“${word(id)}”`, say(p)))),
     words("p", "How much that loss depends on each token: the gradient with respect to its embedding, times the"
-      + " embedding."),
+      + " embedding. Positive: more of it would raise the loss."),
     scroll(...Array.from(depends, (x, i) => [i, x]).sort((a, b) => Math.abs(b[1]) - Math.abs(a[1])).slice(0, 10)
       .map(([i, x]) => cells("td", position(i), say(x)))))];
 }
@@ -304,12 +321,12 @@ function drawTraining() {
   if (!frames.length) return [make("div", {}, words("h2", "Training, as a film"), words("p",
     "It needs a run with several checkpoints: train with -n 100 -o runs/mine, then look at runs/mine."))];
   const frame = frames[n], att = floats(frame.att, data.L * data.NH * T * T);
-  const most = Math.max(...frames.map(f => f.loss)), slider = make("input", {
-    type: "range", id: "frame", min: 0, max: frames.length - 1, value: n, ariaLabel: "checkpoint" });
+  const slider = make("input", { type: "range", id: "frame", min: 0, max: frames.length - 1, value: n,
+    ariaLabel: "checkpoint" });
   slider.oninput = () => { history.replaceState(0, "", `#training//${slider.value}`); show(); $("frame").focus(); };
   return [make("div", {}, words("h2", `The prompt at step ${frame.step}: loss ${say(frame.loss)}`), slider,
-    make("div", { className: "bars" }, ...frames.map((f, i) => make("i", { title: `step ${f.step}: ${say(f.loss)}`,
-      ariaCurrent: i === n, style: `height:${60 * f.loss / most}px` }))),
+    scroll(cells("th", "step", ...frames.map(f => `${f.step}`)), cells("td", "loss", ...frames.map(f => say(f.loss)))),
+    words("p", "It is the loss of this prompt alone, which may rise while that of the training text falls."),
     words("h3", "Size (root mean square) of the residual stream"),
     scroll(...frame.norms.map((x, l) => cells("td", l ? `after layer ${l}` : "embedding", say(x)))),
     headGrid((l, h, r, c) => att[((l * data.NH + h) * T + r) * T + c], () => {})),
@@ -348,9 +365,12 @@ function show() {
   drawPrompt();
 }
 
-function find({ target }) {  // "qkv 2", as the list has it: a name and a layer, from 1
-  const [name, l] = target.value.trim().split(/\s+/), key = `${name}|${l ? l - 1 : ""}`;
-  if (key in newest) go(state.mode === "backward" && gradients[key] ? "backward" : "forward", key);
+function find({ target }) {  // "qkv 2", "dqkv of layer 2": a name and a layer, from 1; without one, the first
+  const [, name = "", l] = /(\w+)\D*(\d*)$/.exec(target.value.trim().replace(/ +of layer +/, " ")) ?? [];
+  const keys = [name, name.slice(1)].flatMap(x => [`${x}|${l ? l - 1 : ""}`, `${x}|0`]);
+  const key = keys.find(x => newest[x]);
+  target.setCustomValidity(key ? "" : "no such tensor");
+  if (target.reportValidity()) go(keys.indexOf(key) > 1 || state.mode === "backward" ? "backward" : "forward", key);
 }
 
 const ARROWS = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };

@@ -1,0 +1,132 @@
+"""look.py's page in a real browser: what it shows and computes is NumPy's, for each kind of tensor; how it is used."""
+
+import functools
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import look
+import train_gpt2
+from conftest import BYTES
+from llmc.tokenizer import write_tokenizer
+from train_gpt2 import GPT2
+from train_llama3 import Llama3
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no browser: apt install chromium")
+PROMPT = "</script><b>\a\tשלום"
+
+
+@pytest.fixture(params=(GPT2, Llama3), ids=("GPT-2", "Llama"))
+def run(request, workplace, run_here):
+    """A run with three checkpoints, whose vocabulary is bytes."""
+    write_tokenizer("data/tiny_shakespeare_tokenizer.bin", BYTES, 256)
+    page = SimpleNamespace(__file__="train.py", main=functools.partial(train_gpt2.main, request.param))
+    run_here(page, "-e", next(iter(request.param.SIZES)), *"-x 6 -n 2 -b 2 -t 32 -v 0 -s 0 -o run".split())
+    return "run"
+
+
+@pytest.fixture
+def open_page(run, tmp_path):
+    """open_page(width) writes and opens the page: (its Page, look's data, the Recorder). It logs no error."""
+    data, numbers, recorder = look.look(run, PROMPT)
+    look.write_page("look.html", data, numbers)
+    errors = []
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+
+        def show(width=1440):
+            page = browser.new_page(viewport={"width": width, "height": 900})
+            page.on("console", lambda message: errors.append(message.text))
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            page.goto(f"file://{tmp_path}/look.html")
+            return page, data, recorder
+
+        yield show
+        browser.close()
+    assert not errors
+
+
+def number(text):
+    return float(text.replace("−", "-").replace("Infinity", "inf"))
+
+
+def test_numbers_are_numpy_s(open_page):
+    """One of each tensor that each function writes, at three places: what is shown has three digits, rounded once more;
+    what is computed follows from rounded terms. Its line of the source is marked."""
+    page, data, recorder = open_page()
+    shown, rng = {}, np.random.default_rng(0)
+    for i, tensor in enumerate(data["tensors"]):
+        if tensor["by"] is not None:
+            shown[recorder.calls[tensor["by"]]["f"], tensor["arg"]] = i
+    assert {f for f, _ in shown} == data["source"].keys() - {"adamw_update"} and len(shown) >= 20
+    for (f, argument), i in shown.items():
+        tensor, content = data["tensors"][i], recorder.contents[i].reshape(data["tensors"][i]["shape"])
+        for index in (rng.integers(content.shape) for _ in range(3)):
+            page.evaluate("([i, index]) => { location.hash = tensors[i].href(index); }", [i, index.tolist()])
+            page.wait_for_function("([i, index]) => state.tensor?.number === i && `${state.index}` === `${index}`",
+                                   arg=[i, index.tolist()])
+            expected, terms = float(content[tuple(index)]), page.locator(".made b").all_inner_texts()
+            stored, value = (number(page.locator(which).first.inner_text()) for which in ("#detail output", "#value"))
+            near = 0.0051 * abs(expected) + 1e-9
+            assert stored == expected or abs(stored - expected) <= near, (f, argument, index)
+            near += 2e-3 * max((abs(number(x)) for x in terms if "Inf" not in x), default=0.0)
+            assert value == expected or abs(value - expected) <= near, (f, argument, index)
+            assert page.locator("pre mark").count() == 1, (f, argument)
+
+
+def test_update_guesses_and_film(open_page):
+    """The largest move is AdamW's; the last guesses are the model's; the slider goes back to the first checkpoint."""
+    page, data, _ = open_page()
+    page.click('[data-mode="update"]')
+    page.click("#detail table a")
+    moved = number(page.locator("#detail output").first.inner_text())
+    assert moved and abs(number(page.inner_text("#value")) / moved - 1) < 0.01
+    assert "p -= t" in page.inner_text("pre mark")
+    page.click('[data-mode="guesses"]')
+    page.wait_for_selector(".guess")
+    assert page.locator(".guess").count() == (data["L"] + 1) * (len(data["ids"]) - 1)
+    page.click('[data-mode="attention"]')
+    page.click("text=head 2 >> nth=1")
+    page.wait_for_selector("h2:text('Layer 2, head 2')")
+    page.click('[data-mode="training"]')
+    for key, step in (("", 6), ("ArrowLeft", 4), ("ArrowLeft", 2)):
+        if key:
+            page.press("#frame", key)
+        page.wait_for_selector(f"h2:text('at step {step}:')")
+
+
+@pytest.mark.parametrize("width", (390, 1440))
+def test_it_is_used_by_click_and_key_in_both_themes(open_page, width):
+    page, data, _ = open_page(width)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width and page.locator("b").count() == 0
+    assert page.locator("#prompt button").count() == len(data["ids"]) - 1 == len(PROMPT.encode()) - 1
+    page.click('[data-key="qkv|1"]')
+    page.wait_for_selector("#value")
+    canvas = page.locator(".big canvas")
+    canvas.click(position={"x": canvas.bounding_box()["width"] * 1.5 / (len(data["ids"]) - 1), "y": 3})
+    page.wait_for_function("state.index[0] === 1")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("state.index[0] === 2")
+    before = page.evaluate("getComputedStyle(document.body).color")
+    page.click("#theme")
+    assert page.evaluate("getComputedStyle(document.body).color") != before and page.inner_text("#value")
+    page.locator("h2").first.click()
+    page.keyboard.press("Escape")
+    page.wait_for_function("state.key === ''")
+    page.keyboard.press("/")
+    page.keyboard.type("fch 2")
+    page.keyboard.press("Enter")
+    page.wait_for_function("state.key === 'fch|1'")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_what_is_refused(run, run_here, monkeypatch):
+    for flags, words in ((("--prompt", "ab"), "2 tokens, expected 3 to 33"), (("--prompt", ""), "0 tokens"),
+                         (("--prompt", "a" * 34), "34 tokens"), (("-o", "none/look.html"), "none/look.html")):
+        run_here(look, run, "--open", 0, *flags, fails=[words])
+    monkeypatch.setattr(look, "MOST_MB", 1)
+    run_here(look, run, "--open", 0, fails=["the page would have 2 MB, of at most 1"])
