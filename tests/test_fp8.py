@@ -14,7 +14,6 @@ import train_llama3
 import train_llama3_cuda as llama_cuda
 from conftest import on_stream
 from llmc.errors import UserError
-from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import Device, copy_to_gpu, to_float32
 from check_gpu import COLUMN_ORDER, ROW_ORDER, decode_e5m2, dlogits_of, natural
 from fp8_reference import LARGEST, decode_e4m3, next_scales, round_e4m3
@@ -27,8 +26,8 @@ from llmc.logger import Log
 from llmc.loop import Update
 from llmc.tensors import allocate, views
 from test_grouped_attention import model, open_once
-from test_kernels import (assert_close, check_classifier, check_launches, check_tensor, get_device, on_gpu, padded,
-                          random, signatures, unwritten)
+from test_kernels import (assert_close, check_classifier, check_launches, check_tensor, compile_file, get_device,
+                          on_gpu, padded, random, signatures, unwritten)
 from test_matmul_swiglu import frame_sizes
 
 FP8 = Precision("bfloat16", fp8=True)
@@ -67,21 +66,19 @@ def test_scales_leave_room():
 
 
 def test_kernels_compile_into_registers():
-    pytest.importorskip("cuda.core")
     for grads in (0, 1):
         for file in kernel_files(LAYERS, GPT2, FP8._replace(float32_grads=grads), "sm_90a", "auto").values():
             if "fp8" in file.name:
-                cubin = compile_kernels(file.name, "sm_90a", file.constants)
-                frames = list(filter(None, frame_sizes(cubin)))  # of the producer in the two with GELU
-                assert len(frames) <= 2 * ("matmul" in file.name) and max(frames, default=0) <= 24
+                frames = [size for size in frame_sizes(compile_file(file, "sm_90a")) if size]
+                assert len(frames) <= 2 * ("matmul" in file.name)  # the producer's in the two with GELU
+                assert max(frames, default=0) <= 24
 
 
 @pytest.mark.parametrize("C", (48, 768, 1600, 3072, 8192))
 def test_norms_compile_and_their_blocks_fit(C):
     """One into a multiprocessor's 227 KB of shared memory, up to C=3072 two or more."""
-    pytest.importorskip("cuda.core")
     file = kernel_files(LAYERS, norm_config(C), FP8, "sm_90a", "auto")["norm_fp8"]
-    assert not any(frame_sizes(compile_kernels(file.name, "sm_90a", file.constants)))
+    assert not any(frame_sizes(compile_file(file, "sm_90a")))
     assert set(file.shared) == set(file.kernels) and max(file.shared.values()) <= (227 << 10) // (1 + (C <= 3072))
 
 
