@@ -13,14 +13,13 @@ import train_gpt2_cuda as cuda
 import train_llama3
 import train_llama3_cuda as llama_cuda
 from conftest import on_stream
-from llmc.errors import UserError
 from llmc.gpu.device import Device, copy_to_gpu, to_float32
 from check_gpu import COLUMN_ORDER, ROW_ORDER, decode_e5m2, dlogits_of, natural
 from fp8_reference import LARGEST, decode_e4m3, next_scales, round_e4m3
 from llmc.gpu.fp8 import DLOGITS_SCALE, LINEARS, Fp8
-from llmc.gpu.geometry import FP8_HISTORY, blocks, check_sizes, kernel_files, launch_geometry
+from llmc.gpu.geometry import FP8_HISTORY, blocks, kernel_files, launch_geometry
 from llmc.gpu.matmul import Matmul, Quantized
-from llmc.gpu.precision import Precision, resolve_dtype
+from llmc.gpu.precision import Precision
 from llmc.gpu.trainer import Trainer, open_device
 from llmc.logger import Log
 from llmc.loop import Update
@@ -115,24 +114,6 @@ def test_a_run_s_table_keeps_its_columns(tmp_path):
         log.training(step, 0.1, Update(4.0, 1.0, 0.5, None, None, (7, 9) if dtype == "fp8" else None))
     _, *rows = (tmp_path / "main.csv").read_text().splitlines()
     assert [row.split(",")[-2:] for row in rows] == [["7", "9"], ["", ""], ["7", "9"]]
-
-
-@pytest.mark.parametrize("arch", ("sm_75", "sm_80", "sm_89", "sm_100a"))
-def test_other_gpus_are_refused(arch):
-    with pytest.raises(UserError, match=f"--dtype fp8: this GPU is {arch}; .*: pass --dtype bfloat16"):
-        resolve_dtype("fp8", arch)
-
-
-def test_a_flag_that_does_not_go_with_it():
-    with pytest.raises(UserError, match="--matmul cublaslt"):
-        cuda.resolve_auto(cuda.CudaSettings(dtype="fp8", matmul="cublaslt"), "sm_90a")
-
-
-def test_a_model_that_tma_cannot_read():
-    with pytest.raises(UserError, match="C=200, F=800: --dtype fp8 expects multiples of 16: pass --dtype bfloat16"):
-        check_sizes(train_gpt2.Config(64, 257, 2, 1, 200, 384), fp8=True)
-    with pytest.raises(UserError, match="131200 rows of the classifier's weight: --dtype fp8 expects .* up to 131072"):
-        check_sizes(train_gpt2.Config(64, 131100, 2, 1, 64, 131200), fp8=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

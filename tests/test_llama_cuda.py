@@ -1,7 +1,6 @@
 """Llama 3's GPU kernels against their NumPy functions, and faults planted in them. Attention, SwiGLU in
 matmuls, text and the trainer have tests of their own."""
 
-import dataclasses
 import functools
 import shutil
 
@@ -14,8 +13,6 @@ import train_llama3_cuda as cuda
 import llmc.gpu.compiler
 from conftest import ROOT, random_params
 from llmc.gpu.device import to_float32
-from llmc.errors import UserError
-from llmc.gpu.geometry import check_sizes
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, views
 from test_gpt2 import BACKENDS, SMOOTH, Yardstick, precision_of, replay
 from test_kernels import (EXACT, LLAMAS as MODELS, PRECISIONS, SUMS, assert_close, get_device, on_gpu, random,
@@ -23,14 +20,6 @@ from test_kernels import (EXACT, LLAMAS as MODELS, PRECISIONS, SUMS, assert_clos
 from test_verdict import first_wrong
 from train_llama3 import Config
 
-
-def test_a_model_that_the_kernels_do_not_take():
-    with pytest.raises(UserError, match="F=204.*train_llama3.py"):
-        check_sizes(dataclasses.replace(MODELS[0], F=204))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# with a GPU
 
 SHAPES = [(1, 1), (3, 97), (3, 1024)]
 CASES = [(config, name) for config in MODELS for name in ("tf32", "bf16")] + [(MODELS[2], "bf16-float32-grads")]

@@ -216,14 +216,22 @@ def test_lines(fake_workplace, fake_gpu, run_here, monkeypatch):
     assert theirs.endswith("\nval loss 0.000000\ntotal average iteration time: 1.000000 ms\n")
 
 
-@pytest.mark.parametrize("heads, C", ((3, 24), (1, 144)))
-def test_a_model_that_the_kernels_do_not_take(heads, C):
-    with pytest.raises(UserError, match=f"C={C} with NH={heads}.*train_gpt2.py"):
-        check_sizes(Config(64, 257, 1, heads, C, 384))
+@pytest.mark.parametrize("fp8, config, words", (
+    (0, Config(64, 257, 1, 3, 24, 384), "C=24 with NH=3.*train_gpt2.py"),
+    (0, Config(64, 257, 1, 1, 144, 384), "C=144 with NH=1.*train_gpt2.py"),
+    (0, train_llama3.Config(64, 257, 1, 4, 2, 48, 384, 204, 16), "F=204.*train_llama3.py"),
+    (1, Config(64, 257, 2, 1, 200, 384), "C=200, F=800: --dtype fp8 expects multiples of 16: pass --dtype bf"),
+    (1, Config(64, 131100, 2, 1, 64, 131200), "131200 rows of .* weight: --dtype fp8 expects .* up to 131072: pass")))
+def test_a_model_that_the_kernels_do_not_take(fp8, config, words):
+    with pytest.raises(UserError, match=words):
+        check_sizes(config, fp8)
 
 
 @pytest.mark.parametrize("arch, settings, words", (
     ("sm_75", dict(dtype="bfloat16"), "--dtype bfloat16: this GPU is sm_75"),
+    ("sm_90a", dict(dtype="fp8", matmul="cublaslt"), "--matmul cublaslt"),
+    *((arch, dict(dtype="fp8"), f"--dtype fp8: this GPU is {arch}; .*: pass --dtype bfloat16")
+      for arch in ("sm_75", "sm_80", "sm_89", "sm_100a")),
     ("sm_75", dict(arch="sm_80"), "--arch sm_80: this GPU is sm_75")))
 def test_what_a_gpu_lacks_is_refused(arch, settings, words):
     with pytest.raises(UserError, match=words):
