@@ -336,30 +336,23 @@ def test_a_file_of_llm_c_s(tmp_path):
 
 def test_a_vocabulary_of_hugging_face(folder, workplace, run_here, monkeypatch):
     """From the folder to tokens, through a run, to a folder; a chat template asks as transformers does."""
-    tokenizers = pytest.importorskip("tokenizers")
     pytest.importorskip("jinja2")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|end|>", "<|user|>"], show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    text = "the cat sat on the mat, the dog on the log; größer 🙂 " * 60
-    tokenizer.train_from_iterator([text], trainer)
+    from test_vocabulary import TEXT, byte_level  # which want the package tokenizers
+    tokenizer = byte_level(300, ["<|end|>", "<|user|>"])
     V = tokenizer.get_vocab_size()
     path, _ = folder(vocab_size=V, eos_token_id=0)
     tokenizer.save(str(path / "tokenizer.json"))
     template = "{% for m in messages %}<|user|>{{ m['content'] }}{{ eos_token }}{% endfor %}{{ '>' }}"
     (path / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": template}))
-    (workplace / "cat.txt").write_text(text)
+    (workplace / "cat.txt").write_text(TEXT)
 
     def prompt_ids(model, *prompt):
         return json.loads(run_here(generate, model, *prompt, "--json", "--device", "cpu").stdout)["prompt_ids"]
 
     run_program("export_weights.py", "--model", path, "--output_dir", ".")
     run_program("prepro_text.py", "cat.txt", "--vocabulary", path, "--output", "data/cat")
-    data = [vocabulary.open_vocabulary(str(path)).eot, *tokenizer.encode(text).ids]
+    data = [vocabulary.open_vocabulary(str(path)).eot, *tokenizer.encode(TEXT).ids]
     assert np.concatenate([open_tokens(f"data/cat_{split}.bin", V)[:] for split in ("train", "val")]).tolist() == data
     run_program("train_llama3.py", "-e", "llama3_hf.bin", "-i", "data/cat", "-o", "run", "-b", 2, "-t", 16, "-x", 2)
     run_program("export_weights.py", "--to_hf", "run", "again")
