@@ -1,4 +1,4 @@
-"""generate.py: prompts, sampling, the window, JSON, errors; the tokens of the trainer and of transformers."""
+"""generate.py: prompts, sampling, the window, JSON, errors; the tokens of the trainer."""
 
 import dataclasses
 import io
@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import export_weights
 import generate
 from conftest import ROOT, SMALL, SMALL_HEADS, draw_slowly, make_model, random_params, write_diverged
 from llmc.checkpoint import write_model
@@ -45,17 +44,6 @@ def test_a_forward_pass_over_all_gives_the_same(samples_of, prompt, count, flags
     found = samples_of("--prompt_ids", *prompt, *flags)[0] if prompt else samples_of(*flags)[0]
     assert found["prompt_ids"] == prompt
     assert found["ids"] == draw_slowly(SMALL.maxT, prompt or [256], count, choice)
-
-
-def test_transformers_continues_a_prompt_alike(workplace, run_here):
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
-    export_weights.write_hf_folder(MODEL, "hf")
-    model, prompt = transformers.GPT2LMHeadModel.from_pretrained("hf"), [3, 1, 4, 1, 5]
-    want = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None)
-    flags = ("--prompt_ids", *prompt, "--tokens", 20, "--temperature", 0, "--ignore_eot", "--json")
-    for path in (MODEL, "hf"):
-        assert json.loads(run_here(generate, path, *flags).stdout)["ids"] == want[0, len(prompt) :].tolist()
 
 
 def test_log_probabilities(samples_of):

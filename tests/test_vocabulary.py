@@ -132,8 +132,3 @@ def test_tokens_longer_than_a_tokenizer_file_holds(folder, run_here):
         f.write(TEXT)
     run_here(prepro_text, "x.txt", "--vocabulary", folder(made), "--output", "x", fails=("token 290 has 300 bytes",))
     assert sorted(os.listdir()) == ["hf", "x.txt"]
-
-
-def test_a_lone_surrogate():
-    with pytest.raises(UserError, match="lone surrogate"):
-        open_vocabulary("bytes").encode("a\ud800")
