@@ -213,16 +213,11 @@ def test_ctrl_c_leaves_the_samples_so_far(workplace, run_here, monkeypatch):
 
 @pytest.mark.parametrize("flags, words", (
     (("--prompt", ""), ("--prompt", "empty")), (("--prompt_ids", 257), ("--prompt_ids: 257", "0 to 256")),
-    (("--prompt_ids", -1), ("--prompt_ids: -1",)), (("--tokens", 0), ("--tokens 0",)),
-    (("--samples", 0), ("--samples 0",)), (("--temperature", -1), ("--temperature -1",)),
-    (("--temperature", "nan"), ("--temperature nan",)), (("--top_k", -3), ("--top_k -3",)),
-    (("--top_p", 0), ("--top_p 0",)), (("--seed", 0), ("--seed 0",)),
-    (("--tokenizer", "gpt2_124M.bin"), ("gpt2_124M.bin", "tokenizer")),
-    (("data",), ("data: holds no checkpoint", "-o DIR")),
-    (("nowhere.bin",), ("nowhere.bin: no such file",))))
-def test_wrong_flags_and_models(workplace, run_here, flags, words):
-    model = () if not flags[0].startswith("-") else (MODEL,)
-    run_here(generate, *model, *flags, fails=words)
+    (("--prompt_ids", -1), ("--prompt_ids: -1",)), (("--samples", 0), ("--samples 0",)),
+    (("--temperature", "nan"), ("--temperature nan",)), (("--seed", 0), ("--seed 0",)),
+    (("--tokenizer", "gpt2_124M.bin"), ("gpt2_124M.bin", "tokenizer"))))
+def test_wrong_flags(workplace, run_here, flags, words):
+    run_here(generate, MODEL, *flags, fails=words)
 
 
 @pytest.mark.parametrize("device", ("cpu", pytest.param("gpu", marks=pytest.mark.gpu)))
