@@ -12,7 +12,7 @@ from conftest import GPT2_124M, ROOT
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.geometry import model_constants
 from llmc.gpu.precision import Precision
-from test_kernel_library import signatures_of as signatures
+from test_kernel_library import lab
 
 sys.path.append(str(ROOT / "exercises"))
 from check import functions_of
@@ -76,7 +76,7 @@ def test_stubs_are_the_page_s(numbers):
             assert inspect.signature(stub) == inspect.signature(getattr(owner, name)), name
             assert inspect.getdoc(stub) == inspect.getdoc(getattr(owner, name)), name
     for name, solution in SOLUTIONS.items():
-        stubs, kernels = (signatures(ROOT / path) for path in (f"exercises/{name}.cu", f"dev/kernels/{solution}.cu"))
+        stubs, kernels = map(lab.signatures, (ROOT / f"exercises/{name}.cu", ROOT / f"dev/kernels/{solution}.cu"))
         assert stubs and stubs.items() <= kernels.items()
     status, lines = check(*numbers)
     paths = [p for p in sorted((ROOT / "exercises").glob("[01]*")) if not numbers or int(p.name[:2]) in numbers]

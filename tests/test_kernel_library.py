@@ -1,6 +1,5 @@
 """dev/kernels with no GPU: that all kernels compile, and that every launch passes what the kernel takes."""
 
-import functools
 import itertools
 import sys
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from lab import AWKWARD, LAYERS
 from llmc.gpu.geometry import kernel_files
 from llmc.gpu.precision import Precision
 from profile_gpu import HOLD_FILE
-from test_kernels import check_launches, compile_file
+from test_kernels import check_launches, compile_file, signatures
 import train_gpt2_cuda as cuda
 from train_gpt2 import Config
 
@@ -37,15 +36,6 @@ def test_kernels_compile_with_no_gpu(arch, dtype):
 # launches: every rung of every layer, on a fake GPU
 
 
-signatures_of = functools.cache(lab.signatures)
-
-
-def typed(parameter):
-    """(type, name) of a parameter, as check_launches wants it."""
-    *words, name = parameter.split()
-    return " ".join(word for word in words if word not in ("const", "__grid_constant__")), name
-
-
 class FakeLab(lab.Lab):
     def __init__(self, fake, config, precision):
         super().__init__(fake.gpu, config, precision)
@@ -54,9 +44,9 @@ class FakeLab(lab.Lab):
                 (self.device, "sm_90a", (), ""), (self.portable, "sm_80", lab.FILES, "portable ")):
             live = kernel_files(cuda.GPT2, config, precision, arch).values()
             for path in (*(ROOT / "kernels" / f"{file.name}.cu" for file in live), *files):
-                for name, parameters in signatures_of(path).items():
+                for name, parameters in signatures(str(path).removesuffix(".cu")).items():
                     assert prefix + name not in self.signatures, f"{path}: another file has such a kernel"
-                    self.signatures[prefix + name] = list(map(typed, parameters))
+                    self.signatures[prefix + name] = parameters
                     device.functions[name] = module.get_function(prefix + name)
                     device.functions[name].max_dynamic_shared_size_bytes = device.shared.get(name, 0)
 

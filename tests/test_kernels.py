@@ -121,7 +121,7 @@ EXTERN = re.compile(rf'(?:extern "C" __global__ void {BOUNDS}|MATMUL )(\w+)\(([^
 
 @functools.cache
 def signatures(name):
-    """{kernel: [(type, name) of each parameter]} of kernels/<name>.cu."""
+    """{kernel: [(type, name) of each parameter]} of <name>.cu, which is in kernels/ if it is not a whole path."""
     text = re.sub(r"//[^\n]*|#define[^\n]*", "", (ROOT / "kernels" / f"{name}.cu").read_text())
     words = {kernel: [re.sub(r"\bconst\b|__grid_constant__", "", p).split() for p in parameters.split(",")]
              for kernel, parameters in EXTERN.findall(text)}
