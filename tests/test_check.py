@@ -4,8 +4,6 @@ import contextlib
 import re
 import sys
 
-import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
-
 import numpy as np
 import pytest
 

@@ -4,8 +4,6 @@ import itertools
 import sys
 from types import SimpleNamespace
 
-import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
-
 import numpy as np
 import pytest
 
