@@ -160,10 +160,11 @@ def train(run_here):
     return functools.partial(run_here, train_gpt2, *FAST)
 
 
-def split_data(sizes=(16 * 5 + 3, 16 * 3 + 9, 16 * 6 + 1)):
-    """Shards data/s_train_*.bin of random tokens, and a validation file."""
+@pytest.fixture
+def shards(workplace):
+    """data/s_train_*.bin of random tokens, and a validation file."""
     rng = np.random.default_rng(1)
-    for i, size in enumerate(sizes):
+    for i, size in enumerate((16 * 5 + 3, 16 * 3 + 9, 16 * 6 + 1)):
         write_tokens(f"data/s_train_{i}.bin", [rng.integers(0, SMALL.V, size)], size, "uint16" if i % 2 else "int32")
     write_tokens("data/s_val_0.bin", [rng.integers(0, SMALL.V, 50)], 50)
 
@@ -175,9 +176,8 @@ def losses(done):
 SHARDS = ("-i", "data/s_train_*.bin", "-l", 0.01)
 
 
-def test_several_shards_are_shuffled_unless_told_otherwise(workplace, train):
+def test_several_shards_are_shuffled_unless_told_otherwise(shards, train):
     """With --seed, which is that of random weights, too; a run resumes with the order that it began with."""
-    split_data()
     in_order, shuffled, default, other = (
         losses(train(*SHARDS, "-x", 5, *flags))
         for flags in (("--shuffle", 0), ("--shuffle", 1), (), ("--seed", 7)))
@@ -195,9 +195,8 @@ def test_several_shards_are_shuffled_unless_told_otherwise(workplace, train):
 
 
 @pytest.mark.parametrize("step", (5, 14))
-def test_a_run_of_llm_c_s_goes_on(workplace, train, step):
+def test_a_run_of_llm_c_s_goes_on(shards, train, step):
     """Its state file has none of our header's fields, another number of the last update, and any seed."""
-    split_data()
     flags = (*SHARDS, "-x", 16)
     whole = losses(train(*flags, "-o", "run", "-n", 1))
     remove_after("run", step)
@@ -206,8 +205,7 @@ def test_a_run_of_llm_c_s_goes_on(workplace, train, step):
     assert losses(train(*flags, "-o", "run", "-y", 1)) == whole[step:]
 
 
-def test_a_shuffled_run_goes_on_with_its_own_flags(workplace, train):
-    split_data()
+def test_a_shuffled_run_goes_on_with_its_own_flags(shards, train):
     resume = functools.partial(train, "-x", 4, "-o", "run", "-y", 1)
     train(*SHARDS, "-x", 3, "-o", "run")
     resume(*SHARDS, "--shuffle", 0, fails=("--shuffle 1", "expected", "--shuffle 0"))
@@ -262,9 +260,8 @@ def test_more_tokens_than_32_bits_count(tmp_path, format, kept):
 @pytest.mark.parametrize("words, saved, damage", (
     ("ended early", 6, lambda bad, good: bad.write_bytes(good[:-8])),
     ("no such file", 4, lambda bad, good: bad.unlink(missing_ok=True))))
-def test_a_shard_that_becomes_bad_stops_the_run_once_it_is_saved(workplace, train, monkeypatch, words, saved, damage):
+def test_a_shard_that_becomes_bad_stops_the_run_once_it_is_saved(shards, train, monkeypatch, words, saved, damage):
     """With the shard mended, the run goes on as if nothing had happened."""
-    split_data()
     flags = (*SHARDS, "--shuffle", 0, "-x", 7, "-d", 32)
     whole = losses(train(*flags, "-o", "whole"))
     bad, step = Path("data/s_train_2.bin"), train_gpt2.train_step

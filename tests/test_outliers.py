@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import train_gpt2
-from conftest import SMALL, assert_one_line_error
+from conftest import SMALL
 from llmc.dataloader import write_tokens
 from llmc.outliers import LOSS, RECENT, WINDOW, notes_on, read_recent, z_score
 
@@ -62,7 +62,6 @@ def test_a_damaged_batch_changes_no_weight(damaged, run_here, flag, what):
 
 @pytest.mark.parametrize("notes", ('{"recent": [1, 2]}', "[]", "{"))
 def test_damaged_notes_are_refused(workplace, run_here, notes):
-    run_here(train_gpt2, "-b", 2, "-t", 8, "-v", 0, "-s", 0, "-x", 1, "-o", "run")
+    run_here(train_gpt2, *FLAGS, "-x", 1, "-o", "run")
     (workplace / "run" / "DONE_00000001").write_text(notes)
-    assert_one_line_error(run_here(train_gpt2, "-b", 2, "-t", 8, "-v", 0, "-s", 0, "-x", 2, "-o", "run", "-y", 1,
-                                   check=False), "DONE_00000001: cannot be read; remove ")
+    run_here(train_gpt2, *FLAGS, "-x", 2, "-o", "run", "-y", 1, fails=("DONE_00000001: cannot be read; remove ",))

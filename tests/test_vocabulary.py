@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,8 +87,7 @@ def test_a_long_text_has_the_ids_of_the_whole(folder, monkeypatch, make):
 
 def test_a_document_of_a_folder_s_vocabulary_is_not_cut(folder, run_here, monkeypatch):
     made = sentence_piece()
-    with open("x.txt", "w") as f:
-        f.write(TEXT * 3)
+    Path("x.txt").write_text(TEXT * 3)
     monkeypatch.setattr(prepro_text, "PIECE", 1000)
     folder(made, {"config.json": {"eos_token_id": 2}})
     run_here(prepro_text, "x.txt", "--vocabulary", "hf", "--output", "x", "--processes", 1)
@@ -101,15 +101,13 @@ def test_a_padded_model(folder, run_here):
     for text in (run_here(generate, "model.bin", "--prompt", "the", "--tokens", 300).stdout,
                  load("model.bin").generate("the", tokens=300)):
         assert text.startswith("the") and len(text) > 300
-    with open("x.txt", "w") as f:
-        f.write(TEXT)
+    Path("x.txt").write_text(TEXT)
     run_here(prepro_text, "x.txt", "--vocabulary", "hf", "--output", "x")
     run_here(train_gpt2, "-e", "model.bin", "-i", "x", "-x", 2, "-t", 16, "-o", "run", "-c", 0.1)
     config, params = read_model("run/model_00000002.bin", GPT2)
     assert (config.V, config.Vp) == (290, 384) and not params.wte[290:].any() and params.wte[289].any()
     run_here(export_weights, "--to_hf", "model.bin", "again")
-    with open("again/config.json") as f:
-        assert json.load(f)["vocab_size"] == 290
+    assert json.loads(Path("again/config.json").read_text())["vocab_size"] == 290
     folder(byte_level(), rows=302)
     with pytest.raises(UserError, match="290 tokens, but the model has V=302"):
         load_vocabulary("model.bin", 302)
@@ -128,7 +126,6 @@ def test_tokens_longer_than_a_tokenizer_file_holds(folder, run_here):
     """It is said before a file is written."""
     made = byte_level()
     made.add_tokens(["=" * 300])
-    with open("x.txt", "w") as f:
-        f.write(TEXT)
+    Path("x.txt").write_text(TEXT)
     run_here(prepro_text, "x.txt", "--vocabulary", folder(made), "--output", "x", fails=("token 290 has 300 bytes",))
     assert sorted(os.listdir()) == ["hf", "x.txt"]
