@@ -38,7 +38,7 @@ from llmc.settings import parse_settings, Settings
 from llmc.tensors import table_elements
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from reference import module_slices, to_reference
-from train_gpt2 import activation_table, Config, GPT2
+from train_gpt2 import activation_table, GPT2
 
 FAST = ("-b", 2, "-t", 8, "-g", 16, "--lines", "llmc")  # whose losses have more digits
 
@@ -58,30 +58,13 @@ def assert_goes_on(whole, rest, begin, step):
         assert Path("parts", name).read_bytes() == Path("whole", name).read_bytes(), name
 
 
-def test_llm_c_s_lines(workplace, run_here):
-    """With --lines llmc, to the byte: samples come after validation and before the update."""
-    large = Config(maxT=64, V=257, L=1, NH=1, C=8, Vp=384)
-    write_model("gpt2_124M.bin", large, random_params(large))
-    os.unlink("gpt2_tokenizer.bin")
-    output = run_here(train_gpt2, "--lines", "llmc").stdout
-    expected = [
-        "[GPT-2]", "max_seq_len: 64", "vocab_size: 257", "num_layers: 1",
-        "num_heads: 1", "channels: 8", f"num_parameters: {257 * 8 + 64 * 8 + 12 * 64 + 13 * 8 + 2 * 8}",
-        "train dataset num_batches: 15", "val dataset num_batches: 2",
-        f"num_activations: {table_elements(activation_table(large, 4, 64))}"]
-    for step in range(41):
-        expected += ["val loss X"] * (step % 10 == 0) + ["generating:", "---", "IDS", "---"] * (step in (20, 40))
-        expected += [f"step {step}: train loss X (took X ms)"]
-    output = re.sub(r"\d+\.\d{6}\b", "X", re.sub(r"^(\d+ ){63}$", "IDS", output, flags=re.MULTILINE))
-    assert output.splitlines() == expected
-
-
 def untimed(text):
     return re.sub(r"\d+(\.\d\d)? (m?s|min)\b|\d+ tok/s", "TIME", text)
 
 
 def test_lines(workplace, run_here):
-    """No flags: seven lines of what the run is; steps are counted from 1; losses are those of llm.c's lines."""
+    """No flags: seven lines of what the run is; steps are counted from 1; llm.c's lines, with --lines llmc,
+    are its own to the byte, with the same losses: samples come after validation and before the update."""
     config = dataclasses.replace(SMALL, maxT=64)
     write_model("gpt2_124M.bin", config, random_params(config))
     os.unlink("gpt2_tokenizer.bin")
@@ -107,7 +90,16 @@ def test_lines(workplace, run_here):
     for number, unit, rate in re.findall(r"(\d+\.\d\d) (m?s) \| (\d+) tok/s", text):
         seconds = float(number) / (1000 if unit == "ms" else 1)
         assert int(rate) == pytest.approx(256 / seconds, rel=0.06)  # which is rounded
-    theirs = run_here(train_gpt2, "-s", 0, "--lines", "llmc").stdout
+    theirs = run_here(train_gpt2, "--lines", "llmc").stdout
+    expected = [
+        "[GPT-2]", "max_seq_len: 64", "vocab_size: 257", "num_layers: 2", "num_heads: 3", "channels: 24",
+        f"num_parameters: {parameters}", "train dataset num_batches: 15", "val dataset num_batches: 2",
+        f"num_activations: {table_elements(activation_table(config, 4, 64))}"]
+    for step in range(41):
+        expected += ["val loss X"] * (step % 10 == 0) + ["generating:", "---", "IDS", "---"] * (step in (20, 40))
+        expected += [f"step {step}: train loss X (took X ms)"]
+    printed = re.sub(r"\d+\.\d{6}\b", "X", re.sub(r"^(\d+ ){63}$", "IDS", theirs, flags=re.MULTILINE))
+    assert printed.splitlines() == expected
     ours, theirs = ([float(x) for x in re.findall(r"loss (\d\S+)", output)] for output in (text, theirs))
     assert len(ours) == 46 and np.allclose(ours, theirs, rtol=0, atol=0.51e-4)
 
