@@ -24,6 +24,7 @@ from llmc.gpu.trainer import Trainer, open_device
 from llmc.logger import Log
 from llmc.loop import Update
 from llmc.tensors import allocate, views
+from test_gpt2 import need
 from test_grouped_attention import model, open_once
 from test_kernels import (assert_close, check_classifier, check_launches, check_tensor, compile_file, get_device,
                           on_gpu, padded, random, signatures, unwritten)
@@ -126,8 +127,7 @@ DEVICES = {}
 @pytest.fixture
 def matmul(gpu, request):
     """Of a model of C = 192 channels, or of request.param: with 160, some kernels have narrow tiles."""
-    if gpu.arch != "sm_90a":
-        pytest.skip(f"{gpu.arch} is not Hopper")
+    need("cuda-fp8")
     config = dataclasses.replace(GPT2, C=getattr(request, "param", GPT2.C))
     key = "matmul", config.C
     if key not in DEVICES:
@@ -246,8 +246,7 @@ def norm_config(C):
 
 
 def norm_device(gpu, C):
-    if gpu.arch != "sm_90a":
-        pytest.skip(f"{gpu.arch} is not Hopper")
+    need("cuda-fp8")
     if C not in DEVICES:
         file = kernel_files(LAYERS, norm_config(C), FP8, gpu.arch, "auto")["norm_fp8"]
         DEVICES[C] = Device(gpu, [file], launch_geometry(norm_config(C), FP8, gpu.arch))
@@ -463,8 +462,7 @@ def test_matmul_long(matmul, monkeypatch, M, N, K, kernel, across, sm_count, spl
 def test_classifier(gpu, V):
     """Losses as in bfloat16. dlogits, in the first half of their room, are one of two neighbours in E5M2; on average,
     what they should be, in each quarter of the way between the two. bfloat16's exp apart."""
-    if gpu.arch != "sm_90a":
-        pytest.skip(f"{gpu.arch} is not Hopper")
+    need("cuda-fp8")
     device = get_device(gpu, train_gpt2.Config(1024, V, 1, 1, 64, padded(V)), FP8)
     for sm_count in (device.sm_count, 1):
         with pytest.MonkeyPatch.context() as patch:

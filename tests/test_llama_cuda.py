@@ -13,8 +13,7 @@ import train_llama3_cuda as cuda
 import llmc.gpu.compiler
 from conftest import ROOT, random_params
 from llmc.gpu.device import to_float32
-from llmc.tensors import bf16_bits, bf16_to_float32, flat, views
-from test_gpt2 import BACKENDS, SMOOTH, Yardstick, precision_of, replay
+from test_gpt2 import BACKENDS, SMOOTH, Yardstick, precision_of, replay, starting_weights
 from test_kernels import (EXACT, LLAMAS as MODELS, PRECISIONS, SUMS, assert_close, get_device, on_gpu, random,
                           unwritten, wide)
 from test_verdict import first_wrong
@@ -126,8 +125,7 @@ def fault_case(precision):
     for name, row in params.table.items():
         if not row.vocabulary:
             getattr(params, name)[...] = rng.normal(row.ones, 0.15, row.shape)
-    if precision == "bf16":
-        params = views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))
+    params = starting_weights(params, precision)
     x, y = rng.integers(0, FAULT_CONFIG.V, (2, 3, 70), dtype=np.int32)
     return params, x, y, Yardstick(FAULT_CONFIG, params, x, y, precision)
 

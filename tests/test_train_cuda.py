@@ -34,6 +34,7 @@ from llmc.gpu.trainer import Trainer, open_device, open_trainer
 from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint
 from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, bf16_bits, flat, views
+from test_gpt2 import need
 from train_gpt2 import Config, GPT2
 
 FAST = ("-b", 2, "-t", 24, "-g", 16, "--lines", "llmc")  # whose losses have more digits
@@ -329,13 +330,10 @@ OF_LLAMA["kernels"] = *DTYPES["kernels"], "--float32_grads", 1
 
 @pytest.fixture(params=[("GPT-2", *dtype) for dtype in DTYPES.items()] + [
     (model, *dtype) for model in LLAMAS for dtype in OF_LLAMA.items()], ids=lambda kind: f"{kind[0]}-{kind[1]}")
-def kind(request, gpu, gpu_workplace):
+def kind(request, gpu_workplace):
     """(a model's name, train(flag, ...) of it, the flags of a dtype)."""
     model, _, flags = request.param
-    if "float32" not in flags and int(gpu.arch[3:].rstrip("a")) < 80:
-        pytest.skip(f"{gpu.arch} has no bfloat16")
-    if "fp8" in flags and gpu.arch != "sm_90a":
-        pytest.skip(f"{gpu.arch} is not Hopper")
+    need("cuda-fp8" if "fp8" in flags else "cuda" if "float32" in flags else "cuda-bf16")
     page, of_model = page_and_flags(model)
     return model, functools.partial(train, *of_model, program=f"{page}_cuda.py"), flags
 
