@@ -81,6 +81,11 @@ def fetch_pretrained(repository):
 HF_VOCABULARY = "vocab.json", "merges.txt", "tokenizer_config.json", "tokenizer.json", "tokenizer.bin"
 
 
+def check_family(model, architecture):
+    if architecture not in (GPT2, Llama3):
+        raise UserError(f"{model}: no class of transformers has the layers of {architecture.TITLE}")
+
+
 def write_hf_folder(model, folder):
     """Convert a checkpoint to a folder that `transformers` and others load: config, weights and tokenizer. Raises
     UserError for a folder with another vocabulary's files.
@@ -89,6 +94,7 @@ def write_hf_folder(model, folder):
     """
     model_path = model_file(model)
     (architecture, config, params, tokenizer), tokenizer_files = load_with_vocabulary(model_path), {}
+    check_family(model, architecture)
     if tokenizer:
         tokenizer_files = our_tokenizer_files(config, tokenizer)
         if os.path.lexists(tokenizer.path):
@@ -356,6 +362,7 @@ def main():
     if args.to_hf:
         return write_hf_folder(*args.to_hf)
     architecture, config, params, label = load_model(args.model, args.vocabulary)
+    check_family(args.model, architecture)
     if args.vocabulary != "gpt2" and config.V != VOCABULARIES[args.vocabulary]:
         raise UserError(f"--vocabulary {args.vocabulary}: {args.model} has another one, of V={config.V}: leave it out")
     B, T = args.batch_size, getattr(args, "sequence_length", min(64, config.maxT))

@@ -1,5 +1,5 @@
 """
-The reference: GPT-2 and Llama 3 in PyTorch, with autograd, to compare with in tests and benchmarks.
+The reference: GPT-2, Llama 3 and a speed run's GPT in PyTorch, with autograd, to compare with in tests and benchmarks.
 
 Not a program: export_weights.py makes debug states with it, and test_gpt2.py compares the trainers with it.
 """
@@ -183,6 +183,49 @@ class ReferenceLlama(nn.Module):
         if targets is None:
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def speedrun(config, p, inputs, targets):
+    """train_speedrun.py's model as PyTorch's users write it: (logits (B, T, V), mean loss). p: {name: tensor}, ours."""
+    (B, T), shape = inputs.shape, (*inputs.shape, config.NH, config.HS)
+    eps = torch.finfo(torch.float32).eps
+    norm = functools.partial(F.rms_norm, eps=eps)
+    angles = torch.arange(T, dtype=torch.float64)[:, None] * (1 / 1024) ** torch.linspace(0, 1, config.HS // 4).double()
+    angles = torch.cat((angles, torch.zeros_like(angles)), 1)[:, None].to(p["wte"].dtype)
+
+    def rotate(x):  # ours has a pair side by side
+        a, b = x[..., 0::2], x[..., 1::2]
+        return torch.stack((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), -1).flatten(-2)
+
+    x = norm(p["wte"][inputs], [config.C], p["ln0w"])
+    for l in range(config.L):
+        y = F.linear(norm(x, [config.C], p["ln1w"][l]), p["qkvw"][l], p["qkvb"][l])
+        query, key, value = (part.view(shape) for part in y.split(config.C, 2))
+        query, key = (rotate(norm(part, [config.HS])) for part in (query, key))
+        y = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (query, key, value)), is_causal=True,
+                                           scale=0.12).transpose(1, 2).reshape(B, T, config.C)
+        x = x + F.linear(y, p["attprojw"][l], p["attprojb"][l])
+        y = F.relu(F.linear(norm(x, [config.C], p["ln2w"][l]), p["fcw"][l], p["fcb"][l])).square()
+        x = x + F.linear(y, p["fcprojw"][l], p["fcprojb"][l])
+    logits = F.linear(norm(x, [config.C], p["lnfw"]), p["lm_head"], p["lm_headb"])
+    logits = 15 * logits * torch.rsqrt(logits.square() + 15**2)
+    return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def muon(param, grad, momentum, learning_rate, weight_decay, steps, coefficients):
+    """A step of Muon on a matrix and its momentum, in place."""
+    momentum.lerp_(grad, 0.05)
+    x = grad.lerp(momentum, 0.95)
+    x = x.mT if param.shape[0] > param.shape[1] else x
+    x = x / (x.norm() + 1e-7)
+    a, b, c = coefficients
+    for _ in range(steps):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    x = x.mT if param.shape[0] > param.shape[1] else x
+    param.mul_(1 - learning_rate * weight_decay)
+    param.sub_(learning_rate * max(1, param.shape[0] / param.shape[1]) ** 0.5 * x)
 
 
 @torch.no_grad()

@@ -627,7 +627,9 @@ def expect_adamw(s, step, grad_scale, weight_decay, p0, m0, v0, p1, m1, v1, g):
 def climb(model_path, state_path, backend="numpy"):
     """Print one row per tensor; return whether all are within the tolerances and a second run repeats the first."""
     open_input(model_path, export_hint(model_path)).close()
-    _, config, params = load_model(model_path)
+    architecture, config, params = load_model(model_path)
+    if architecture not in (GPT2, Llama3):
+        raise UserError(f"--model {model_path}: the ladder is for GPT-2 and Llama 3: pytest tests/test_speedrun.py")
     state = read_debug_state(state_path, config, params)
     x, y = state.x, state.y
     print(f"{model_path}: {config.describe()}, B={x.shape[0]} T={x.shape[1]}, backend {backend}")

@@ -563,8 +563,7 @@ TOKENS = 256
 def bench_generate(args):
     """Text from random weights, 256 tokens after end-of-text, beside transformers: bfloat16 on a GPU, else float32 on
     the CPU. A row is the best of 3 whole runs (transformers: one) after a warm-up. "of the floor": the time to read all
-    weights once, at the GPU's copy bandwidth, as a part of a step. transformers is generate(), eager.
-    """
+    weights once, at the GPU's copy bandwidth, as a part of a step. transformers is generate(), eager. """
     config, params = random_model(args.model, V)
     gpu = floor = None
     with contextlib.suppress(UserError):
@@ -624,8 +623,7 @@ RUNS = {  # name -> (model, flags); B is per GPU, -d for all together
 def bench_scale(args):
     """Training on 1, 2, 4, ... GPUs of this machine, on random tokens, from random weights: the median step, without
     the first third of the steps. "of linear": tokens a second, over as many times those of the slowest of these GPUs,
-    all measured alone at the same time. Memory is what the trainer allocates on a GPU.
-    """
+    all measured alone at the same time. Memory is what the trainer allocates on a GPU. """
     there = count_gpus()
     counts = args.gpus or [n for n in (1, 2, 4, 8, 16) if n <= there]
     if max(counts) > there:

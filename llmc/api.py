@@ -6,7 +6,7 @@ A model from Python, on the CPU or a GPU: its loss, text from it, a training ste
     print(model.loss("A sentence."), model.generate("The ", tokens=40))
 """
 
-import importlib
+import importlib.util
 import math
 import os
 import re
@@ -29,14 +29,15 @@ from llmc.vocabulary import load_vocabulary
 
 def pages():
     """The classes of the pages, imported when needed: llmc/ does not depend on them."""
-    return importlib.import_module("train_gpt2").GPT2, importlib.import_module("train_llama3").Llama3
+    names = {"train_gpt2": "GPT2", "train_llama3": "Llama3", "train_speedrun": "Speedrun"}
+    return [getattr(importlib.import_module(module), name) for module, name in names.items()]
 
 
 def architecture_of(model):
     """The page's class for a value of -e or --model: a name of random weights, a Hugging Face folder (by its
     config.json), a .bin file (by its magic number) or a run's directory (by its newest .bin file)."""
-    both = GPT2, Llama3 = pages()
-    for page in both:
+    GPT2, Llama3, _ = all_pages = pages()
+    for page in all_pages:
         if model in page.SIZES:
             return page
     config = os.path.join(model, "config.json")
@@ -46,21 +47,22 @@ def architecture_of(model):
     path = model_file(model)
     with open_input(path, export_hint(path)) as f:
         magic = int.from_bytes(f.read(4), "little")
-    return next((page for page in both if page.MAGIC == magic), GPT2)  # which refuses a file of another kind
+    return next((page for page in all_pages if page.MAGIC == magic), GPT2)  # which refuses a file of another kind
 
 
 def on_gpu(architecture):
-    """The class of the page for GPUs."""
+    """The class of the page for GPUs; raises UserError if there is none."""
+    if not importlib.util.find_spec(f"{architecture.__module__}_cuda"):
+        raise UserError(f"{architecture.__module__}.py has no page for GPUs")
     return getattr(importlib.import_module(f"{architecture.__module__}_cuda"), architecture.__name__)
 
 
 def load_model(path):
     """Load (architecture, config, params) from a run's directory, a .bin file or a Hugging Face folder."""
     if os.path.exists(os.path.join(path, "config.json")):
-        return read_hf_folder(path, *pages())
+        return read_hf_folder(path, *pages()[:2])
     path = model_file(path)
-    architecture = architecture_of(path)
-    return architecture, *read_model(path, architecture)
+    return (architecture := architecture_of(path)), *read_model(path, architecture)
 
 
 def load_with_vocabulary(path, tokenizer=""):

@@ -1,8 +1,7 @@
 """Token files and the loader that reads batches from them.
 
 A token file is raw int32 (llm.c of April 2024), or a header with [2] the count, then uint16 (llm.c of today) or uint32
-(its Llama branch). The count has 64 bits here; llm.c reads the lower half. The magic tells the formats apart.
-"""
+(its Llama branch). The count has 64 bits here; llm.c reads the lower half. The magic tells the formats apart. """
 
 import glob
 import itertools
@@ -164,9 +163,8 @@ class DataLoader:
     A batch is a sample as in shuffle.py: its rows are consecutive, and the targets are the inputs shifted by one token.
     With `spread`, row b of sample i is instead row i of the b-th of B equal parts of the shard. Rank `rank` of `ranks`
     reads every ranks-th sample, so that together the ranks read the batches of a single one; with `single`, always the
-    first.
-    position: after the last batch of all ranks. whole_batches: the number that whole_set yields. num_batches: of B*T
-    tokens, as llm.c counts. batches_per_epoch: without those whose last target is beyond the end of the file."""
+    first. position: after the last batch of all ranks. whole_batches: the number that whole_set yields. num_batches: of
+    B*T tokens, as llm.c counts. batches_per_epoch: without those whose last target is beyond the end of the file."""
 
     def __init__(self, paths, V, B, T, shuffle=False, spread=False, rank=0, ranks=1, seed=SEED, least=None,
                  single=False, why=" for one batch (B*T+1); take a smaller -b or -t, or more text"):

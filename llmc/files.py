@@ -13,10 +13,12 @@ from llmc.errors import UserError
 
 MODEL_MAGIC, LLAMA_MAGIC, STATE_MAGIC, TOKENIZER_MAGIC = 20240326, 20240803, 20240327, 20240328
 TOKENS_MAGIC, TOKENS32_MAGIC, EXAMPLES_MAGIC, OPTIMIZER_MAGIC = 20240520, 20240801, 20240522, 20240527
+SPEEDRUN_MAGIC = 20261128  # ours
 KINDS = {
     MODEL_MAGIC: "GPT-2 checkpoint of train_gpt2.py", LLAMA_MAGIC: "Llama 3 checkpoint of train_llama3.py",
     STATE_MAGIC: "debug state", TOKENIZER_MAGIC: "tokenizer", TOKENS_MAGIC: "token file", TOKENS32_MAGIC: "token file",
     EXAMPLES_MAGIC: "file of evaluation examples", OPTIMIZER_MAGIC: "checkpoint's optimizer state",
+    SPEEDRUN_MAGIC: "checkpoint of train_speedrun.py",
 }  # fmt: skip
 HEADER_BYTES = 1024
 EXPORT = "make it with: python export_weights.py"  # for a missing model or tokenizer
@@ -115,7 +117,7 @@ def read_header(f, magic, hint, size=HEADER_BYTES):
         raise UserError(f"{f.name}: {len(data)} bytes, expected a {kind} with a {size}-byte header; {hint}")
     header = np.frombuffer(data, "<i4")
     if header[0] != magic:
-        if {int(header[0]), magic} == {MODEL_MAGIC, LLAMA_MAGIC}:
+        if {int(header[0]), magic} <= {MODEL_MAGIC, LLAMA_MAGIC, SPEEDRUN_MAGIC}:
             hint = "run the other page"
         found = KINDS.get(int(header[0]))
         found = f"it is a {found} (magic {header[0]})" if found else f"magic {header[0]}"

@@ -62,7 +62,7 @@ class Settings:
 
     learning_rate: float = optimizer(1e-4, "-l", help="peak learning rate (of random weights, N layers: 0.0072 / N)")
     warmup_steps: int = optimizer(0, "-u", help="steps of linear warm-up (of random weights: a tenth of -x, up to 100)")
-    schedule: str = optimizer("constant", "-k", choices=("constant", "cosine", "linear", "wsd"),
+    schedule: str = optimizer("constant", "-k", choices=("constant", "cosine", "linear", "wsd", "cooldown"),
                               help="learning rate schedule after the warm-up")
     final_fraction: float = optimizer(0.0, "-q", help="learning rate at the end, as a fraction of the peak")
     beta1: float = optimizer(0.9, help="AdamW: decay of the first moment")

@@ -1,0 +1,400 @@
+"""
+Today's speed run on the CPU, in NumPy: its GPT and its optimizer, Muon; forward, backward and update by hand.
+
+With this model, modded-nanogpt's third track reaches GPT-2's quality in a sixth of llm.c's tokens: RMSNorm, also after
+the embedding; normalized queries and keys, half of each rotated; squared ReLU; a classifier of its own, with capped
+logits; biases. The rest, and the words and names, are train_gpt2.py's and train_llama3.py's: read those pages first.
+
+    python train_speedrun.py -e s4 -i data/mine -o runs/mine        # random weights; also s2, s6 and s12 (124M's size)
+
+Jordan et al. 2024, https://github.com/KellerJordan/modded-nanogpt
+"""
+
+import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+
+import train_gpt2
+from llmc.checkpoint import padded
+from llmc.errors import run_main
+from llmc.files import SPEEDRUN_MAGIC, make_header
+from llmc.settings import Settings, with_default
+from llmc.tensors import Row, allocate, layer, views
+from train_gpt2 import (GPT2, Decoder, adamw_update, crossentropy_forward, crossentropy_softmax_backward,
+                        encoder_backward, encoder_forward, main, matmul_backward, matmul_forward, residual_forward,
+                        softmax_forward)
+from train_llama3 import (attention_backward, attention_forward, rmsnorm_backward, rmsnorm_forward, rope_backward,
+                          rope_forward)
+
+EPS = float(np.finfo(np.float32).eps)  # in every norm
+CAP = 15.0  # no logit is larger
+SCALE = 0.12  # of query times key: both have a size of sqrt(HS)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(train_gpt2.Config):
+    """The sizes of a speed run's GPT: GPT-2's, in the order of a checkpoint's header."""
+
+    STATES = SPEEDRUN_MAGIC, 2
+
+    def to_header(self, version):
+        return make_header(SPEEDRUN_MAGIC, version, *dataclasses.astuple(self))
+
+    def fault(self):
+        """Why no model has these sizes, or None."""
+        if self.C % self.NH or self.HS % 4 or self.HS < 8:
+            return f"C={self.C} NH={self.NH}: expected heads of 8, 12, 16.. channels"
+        return super().fault()
+
+    def file_tensors(self):
+        """(name, size) of a checkpoint's tensors, in order."""
+        return [(name, row.size) for name, row in parameter_table(self).items()]
+
+
+def parameter_table(config, dtype="float32"):
+    """name -> Row for the 15 parameter tensors. Linear weights are (out, in)."""
+    L, C, Vp = config.L, config.C, config.Vp
+    return {
+        "wte": Row((Vp, C), dtype, vocabulary=True, decays=True),
+        "lm_head": Row((Vp, C), dtype, vocabulary=True, decays=True, early=True),
+        "lm_headb": Row((Vp,), dtype, vocabulary=True, early=True),
+        "ln0w": Row((C,), dtype, ones=True),  # after the embedding
+        "ln1w": Row((L, C), dtype, stacked=True, ones=True),
+        "qkvw": Row((L, 3 * C, C), dtype, stacked=True, decays=True),
+        "qkvb": Row((L, 3 * C), dtype, stacked=True),
+        "attprojw": Row((L, C, C), dtype, stacked=True, decays=True),
+        "attprojb": Row((L, C), dtype, stacked=True),
+        "ln2w": Row((L, C), dtype, stacked=True, ones=True),
+        "fcw": Row((L, 4 * C, C), dtype, stacked=True, decays=True),
+        "fcb": Row((L, 4 * C), dtype, stacked=True),
+        "fcprojw": Row((L, C, 4 * C), dtype, stacked=True, decays=True),
+        "fcprojb": Row((L, C), dtype, stacked=True),
+        "lnfw": Row((C,), dtype, ones=True),
+    }
+
+
+SIZES = {"s2": (2, 1, 128), "s4": (4, 2, 256), "s6": (6, 3, 384), "s12": (12, 6, 768)}  # layers L, heads NH, channels C
+
+
+def random_model(name, V, seed=42, maxT=1024):
+    """Return (config, params) of an untrained SIZES[name], or None if `name` is not in SIZES. The embedding is N(0, 1),
+    which its norm leaves as large; classifier and projections begin at 0, so that each layer at first adds nothing."""
+    if name not in SIZES:
+        return None
+    config = Config(maxT, V, *SIZES[name], padded(V))
+    params = allocate(parameter_table(config))
+    for number, tensor in enumerate((params.wte, params.qkvw, params.fcw)):
+        np.random.default_rng((seed, number)).standard_normal(out=tensor, dtype=np.float32)
+        tensor *= np.float32(1.0 if number == 0 else math.sqrt(0.33 / config.C))
+    for name, row in params.table.items():
+        if row.ones:
+            getattr(params, name).fill(1.0)
+    params.wte[V:] = 0.0
+    return config, params
+
+
+def activation_table(config, B, T):
+    """name -> Row for what a forward pass over (B, T) tokens computes; the backward pass reads most of it."""
+    L, NH, C, V = config.L, config.NH, config.C, config.V
+    return {
+        "embedded": Row((B, T, C)),
+        "ln0_rstd": Row((B, T)),
+        "encoded": Row((B, T, C)),
+        "ln1": Row((L, B, T, C), stacked=True),
+        "ln1_rstd": Row((L, B, T), stacked=True),
+        "qkv": Row((L, B, T, 3 * C), stacked=True),  # queries and keys normalized and rotated
+        "qk_rstd": Row((L, B, T, 2 * NH), stacked=True),
+        "atty": Row((L, B, T, C), stacked=True),
+        "att": Row((L, B, NH, T, T), stacked=True),
+        "attproj": Row((L, B, T, C), stacked=True),
+        "residual2": Row((L, B, T, C), stacked=True),
+        "ln2": Row((L, B, T, C), stacked=True),
+        "ln2_rstd": Row((L, B, T), stacked=True),
+        "fch": Row((L, B, T, 4 * C), stacked=True),
+        "fch_relu2": Row((L, B, T, 4 * C), stacked=True),
+        "fcproj": Row((L, B, T, C), stacked=True),
+        "residual3": Row((L, B, T, C), stacked=True),
+        "lnf": Row((B, T, C)),
+        "lnf_rstd": Row((B, T)),
+        "logits": Row((B, T, V)),  # capped
+        "probs": Row((B, T, V)),  # the backward pass overwrites them with the gradient of the logits
+        "losses": Row((B, T)),
+    }
+
+
+def scratch_table(config, B, T):
+    """name -> Row for the gradients of activations, as GPT-2's."""
+    NH, C = config.NH, config.C
+    return {
+        "dresidual": Row((B, T, C)),
+        "dbranch": Row((B, T, C)),
+        "dqkv": Row((B, T, 3 * C)),
+        "dfch": Row((B, T, 4 * C)),
+        "datt": Row((B, NH, T, T)),  # within attention_backward
+        "dlosses": Row((B, T)),
+        "dembedded": Row((B, T, C)),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# layers
+
+
+@functools.lru_cache(maxsize=4)
+def rope_table(config, T, position=0):
+    """(cos, sin), each (T, HS/2) float32, of the angles t * 1024^(-i / (HS/4 - 1)), t from `position` on, for the first
+    half of the pairs i; 0 for the others, which are the same at each position."""
+    half = config.HS // 4
+    frequencies = np.zeros(2 * half, np.float32)
+    frequencies[:half] = 1024.0 ** (-np.arange(half) / (half - 1))
+    angles = np.arange(position, position + T, dtype=np.float32)[:, None] * frequencies
+    return np.cos(angles), np.sin(angles)
+
+
+def qknorm_forward(qkv, rstd, B, T, NH, HS):
+    """Normalize, in place, each query and key of qkv (B,T,3C): x * rstd, rstd (B,T,2NH) = 1 / sqrt(mean of x^2 + eps).
+    Queries are also multiplied by SCALE * sqrt(HS), which with attention's 1 / sqrt(HS) makes SCALE.
+
+    Query-Key Normalization for Transformers, Henry et al. 2020, https://arxiv.org/abs/2010.04245
+    """
+    heads = qkv[..., : 2 * NH * HS].reshape(B, T, 2 * NH, HS)
+    rstd[...] = np.float32(1.0) / np.sqrt(np.vecdot(heads, heads) * np.float32(1.0 / HS) + np.float32(EPS))
+    heads *= rstd[..., None]
+    heads[:, :, :NH] *= np.float32(SCALE * math.sqrt(HS))
+
+
+def qknorm_backward(dqkv, qkv, rstd, B, T, NH, HS):
+    """Turn dqkv (B,T,3C), in place, from the gradient of what qknorm_forward wrote into that of what it read. qkv may
+    have been rotated since, if dqkv is rotated as well: rotations change no product of the two."""
+    size = 2 * NH * HS
+    d, out = dqkv[..., :size].reshape(B, T, 2 * NH, HS), qkv[..., :size].reshape(B, T, 2 * NH, HS)
+    # With out = scale * n and n = x * rstd, where rstd depends on x too: dx = rstd * (dn - n * mean of (dn * n)),
+    # dn = scale * d. The scales of dn and n cancel in their product.
+    scale = np.repeat(np.float32([SCALE * math.sqrt(HS), 1.0]), NH)[:, None]
+    mean = np.vecdot(d, out)[..., None] * np.float32(1.0 / HS)
+    d *= scale
+    d -= out * (mean / scale)
+    d *= rstd[..., None]
+
+
+def relu2_forward(out, inp, N):
+    """out (N,) = max(inp, 0)^2. Primer, So et al. 2021, https://arxiv.org/abs/2109.08668"""
+    out, inp = out.reshape(N), inp.reshape(N)
+    np.maximum(inp, np.float32(0.0), out=out)
+    out *= out
+
+
+def relu2_backward(dinp, inp, dout, N):
+    """dinp (N,) = dout * 2 max(inp, 0); dinp may be dout itself."""
+    slope = np.float32(2.0) * np.maximum(inp.reshape(N), np.float32(0.0))
+    np.multiply(dout.reshape(N), slope, out=dinp.reshape(N))
+
+
+def cap_forward(logits, N):
+    """logits (N,) = CAP * z / sqrt(z^2 + CAP^2), in place: nearly z where z is small, below CAP where it is large."""
+    z = logits.reshape(N)
+    z /= np.sqrt(np.float32(1.0) + np.square(z * np.float32(1.0 / CAP)))
+
+
+def cap_backward(dlogits, logits, N):
+    """dlogits (N,) *= the cap's slope, (1 - (logits / CAP)^2)^(3/2), from the capped logits (N,)."""
+    # y = z / s, s = sqrt(1 + z^2 / CAP^2): dy/dz = 1 / s^3, and 1 / s^2 = 1 - y^2 / CAP^2
+    square = np.maximum(np.float32(1.0) - np.square(logits.reshape(N) * np.float32(1.0 / CAP)), np.float32(0.0))
+    dlogits.reshape(N)[...] *= square * np.sqrt(square)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# optimizer
+
+EXACT = 12, (2.0, -1.5, 0.5)  # steps and coefficients: singular values converge to 1
+FAST = 5, (3.4445, -4.7750, 2.0315)  # they end near 1, from 0.7 to 1.2: for updates that are shorter than 12 steps
+
+
+def orthogonalize(matrix, steps, coefficients):
+    """(rows, columns) -> the nearest matrix with singular values of 1: U V^T of U S V^T. Each Newton-Schulz step makes
+    of a singular value s, which begins below 1, a s + b s^3 + c s^5, and does not change U and V."""
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / np.float32(np.linalg.norm(x) + 1e-7)
+    a, b, c = map(np.float32, coefficients)
+    for _ in range(steps):
+        square = x @ x.T
+        x = a * x + (b * square + c * (square @ square)) @ x
+    return x.T if is_tall else x
+
+
+def muon_update(param, m, grad, learning_rate, momentum, weight_decay, grad_scale, newton_schulz):
+    """One Muon step on a matrix (rows, columns), param and m in place. https://kellerjordan.github.io/posts/muon/"""
+    m += np.float32(1.0 - momentum) * (np.float32(grad_scale) * grad - m)
+    # Nesterov's momentum: the gradient counts once more
+    u = np.float32((1.0 - momentum) * grad_scale) * grad + np.float32(momentum) * m
+    u = orthogonalize(u, *newton_schulz)
+    u *= np.float32(learning_rate * math.sqrt(max(1.0, param.shape[0] / param.shape[1])))
+    param *= np.float32(1.0 - learning_rate * weight_decay)
+    param -= u
+
+
+class Muon:
+    """Muon for the layers' matrices, AdamW for the rest: embedding, classifier, gains and biases. -l and -c are Muon's,
+    AdamW's follow from them."""
+
+    STATE = "m", "v"  # float32 Tensors like the parameters'; Muon leaves v 0
+    MATRICES, MOMENTUM = {"qkvw": 3, "attprojw": 1, "fcw": 1, "fcprojw": 1}, 0.95  # query, key, value: each for itself
+    RATES, OTHER_RATE, DECAY = {"wte": 28.0, "lm_head": 0.16}, 0.6, 0.02  # AdamW's, over Muon's; other: gains, biases
+
+    def __init__(self, params):
+        self.m, self.v = allocate(params.table), allocate(params.table)
+
+    def update(self, params, grads, settings, learning_rate, step, grad_scale=1.0):
+        """One step; `step` counts from 1."""
+        newton_schulz = EXACT if settings.update_tokens >= 2**17 else FAST
+        for name, row in params.table.items():
+            param, m, v, grad = (getattr(source, name) for source in (params, self.m, self.v, grads))
+            if name in self.MATRICES:
+                shape = -1, row.shape[1] // self.MATRICES[name], row.shape[2]
+                for matrix in zip(*(x.reshape(shape) for x in (param, m, grad))):
+                    muon_update(*matrix, learning_rate, self.MOMENTUM, settings.weight_decay, grad_scale,
+                                newton_schulz)
+            else:
+                rate = learning_rate * self.RATES.get(name, self.OTHER_RATE)
+                decay = self.DECAY * settings.weight_decay if settings.decay == "all" or row.decays else 0.0
+                adamw_update(*(x.reshape(-1) for x in (param, m, v, grad)), rate, settings.beta1, settings.beta2,
+                             settings.eps, decay, grad_scale, step, row.size)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# model
+
+
+def forward_layers(acts, params, config, inputs, position, attend, matmul):
+    """Token ids (B, T) at the positions from `position` on -> acts.lnf (B, T, C), as GPT-2's."""
+    (B, T), NH, HS, C, N = inputs.shape, config.NH, config.HS, config.C, inputs.size
+    encoder_forward(acts.embedded, inputs, params.wte, None, B, T, C)
+    rmsnorm_forward(acts.encoded, acts.ln0_rstd, acts.embedded, params.ln0w, EPS, B, T, C)
+    residual = acts.encoded
+    for l in range(config.L):
+        p, a = layer(params, l), layer(acts, l)
+        rmsnorm_forward(a.ln1, a.ln1_rstd, residual, p.ln1w, EPS, B, T, C)
+        matmul(a.qkv, a.ln1, p.qkvw, p.qkvb, B, T, C, 3 * C)
+        qknorm_forward(a.qkv, a.qk_rstd, B, T, NH, HS)
+        rope_forward(a.qkv, *rope_table(config, T, position), B, T, 2 * NH, HS)
+        attend(l, a)
+        matmul(a.attproj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
+        residual_forward(a.residual2, residual, a.attproj, N * C)
+        rmsnorm_forward(a.ln2, a.ln2_rstd, a.residual2, p.ln2w, EPS, B, T, C)
+        matmul(a.fch, a.ln2, p.fcw, p.fcb, B, T, C, 4 * C)
+        relu2_forward(a.fch_relu2, a.fch, 4 * N * C)
+        matmul(a.fcproj, a.fch_relu2, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
+        residual_forward(a.residual3, a.residual2, a.fcproj, N * C)
+        residual = a.residual3
+    rmsnorm_forward(acts.lnf, acts.lnf_rstd, residual, params.lnfw, EPS, B, T, C)
+
+
+@dataclasses.dataclass
+class SpeedrunSettings(Settings):
+    """GPT-2's, with the speed run's optimizer."""
+
+    model: str = with_default(Settings, "model", "s4", "model to start from: a .bin file, or the directory of a run; or"
+                              " s2, s4, s6, s12: random weights, for sequences of at most T tokens")
+    learning_rate: float = with_default(Settings, "learning_rate", 0.025, "peak learning rate of Muon; AdamW's are 28"
+                                        " (embedding), 0.16 (classifier) and 0.6 (gains, biases) times that")
+    weight_decay: float = with_default(Settings, "weight_decay", 0.05, "weight decay of Muon; AdamW's is 0.02 of that")
+    decay: str = with_default(Settings, "decay", "all")
+    schedule: str = with_default(Settings, "schedule", "cooldown")
+    beta1: float = with_default(Settings, "beta1", 0.8)
+    beta2: float = with_default(Settings, "beta2", 0.95)
+    eps: float = with_default(Settings, "eps", 1e-15)
+
+    FROM_SCRATCH = {name: value for name, value in Settings.FROM_SCRATCH.items()
+                    if name not in ("schedule", "beta2", "weight_decay", "grad_clip")}
+
+    @classmethod
+    def from_scratch(cls, depth, given):
+        return {**super().from_scratch(depth, given), "learning_rate": 0.025, "warmup_steps": 0}
+
+
+class Speedrun(GPT2):
+    """A speed run's GPT, its gradients and its optimizer; memory and micro steps are GPT-2's."""
+
+    TITLE, MAGIC, Config, Settings = "a speed run's GPT", SPEEDRUN_MAGIC, Config, SpeedrunSettings
+    SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
+    activation_table, scratch_table = staticmethod(activation_table), staticmethod(scratch_table)
+    forward_layers, Optimizer = staticmethod(forward_layers), Muon
+
+    def attend(self, l, a):
+        c = self.config
+        attention_forward(a.atty, a.att, a.qkv, *self.inputs.shape, c.NH, c.NH, c.HS)
+
+    def head(self, tensors):
+        return tensors.lm_head[: self.config.V]
+
+    def forward(self, inputs, targets):
+        """inputs, targets (B, T) integer ids -> the mean loss, a float; activations stay in self.acts."""
+        (B, T), C, V, acts = inputs.shape, self.config.C, self.config.V, self.trunk(inputs)
+        matmul_forward(acts.logits, acts.lnf, self.head(self.params), self.params.lm_headb[:V], B, T, C, V)
+        cap_forward(acts.logits, B * T * V)
+        softmax_forward(acts.probs, acts.logits, B, T, V)
+        crossentropy_forward(acts.losses, acts.logits, acts.probs, targets, B, T, V)
+        self.targets = targets
+        return float(np.mean(acts.losses, dtype=np.float64))
+
+    def backward_into(self, grads, micro_steps):
+        """Write all of `grads` but the vocabulary's rows from token V on, which stay 0."""
+        (B, T), config, params, acts = self.inputs.shape, self.config, self.params, self.acts
+        NH, HS, C, V, N = config.NH, config.HS, config.C, config.V, B * T
+        s = views(self.scratch_table(config, B, T), self.scratch.buffer)
+
+        s.dlosses.fill(1.0 / (N * micro_steps))
+        dlogits = acts.probs
+        crossentropy_softmax_backward(dlogits, s.dlosses, acts.probs, self.targets, B, T, V)
+        cap_backward(dlogits, acts.logits, N * V)
+        head, dhead = self.head(params), self.head(grads)
+        matmul_backward(s.dbranch, dhead, grads.lm_headb[:V], dlogits, acts.lnf, head, B, T, C, V)
+        s.dresidual.fill(0.0)
+        rmsnorm_backward(s.dresidual, grads.lnfw, s.dbranch, acts.residual3[-1], params.lnfw, acts.lnf_rstd, B, T, C)
+        for l in reversed(range(config.L)):
+            p, a, g = layer(params, l), layer(acts, l), layer(grads, l)
+            residual = acts.encoded if l == 0 else acts.residual3[l - 1]
+            matmul_backward(s.dfch, g.fcprojw, g.fcprojb, s.dresidual, a.fch_relu2, p.fcprojw, B, T, 4 * C, C)
+            relu2_backward(s.dfch, a.fch, s.dfch, 4 * N * C)
+            matmul_backward(s.dbranch, g.fcw, g.fcb, s.dfch, a.ln2, p.fcw, B, T, C, 4 * C)
+            rmsnorm_backward(s.dresidual, g.ln2w, s.dbranch, a.residual2, p.ln2w, a.ln2_rstd, B, T, C)
+            matmul_backward(s.dbranch, g.attprojw, g.attprojb, s.dresidual, a.atty, p.attprojw, B, T, C, C)
+            attention_backward(s.dqkv, s.datt, s.dbranch, a.qkv, a.att, B, T, NH, NH, HS)
+            qknorm_backward(s.dqkv, a.qkv, a.qk_rstd, B, T, NH, HS)  # before the rotation: see there
+            rope_backward(s.dqkv, *rope_table(config, T), B, T, 2 * NH, HS)
+            matmul_backward(s.dbranch, g.qkvw, g.qkvb, s.dqkv, a.ln1, p.qkvw, B, T, C, 3 * C)
+            rmsnorm_backward(s.dresidual, g.ln1w, s.dbranch, residual, p.ln1w, a.ln1_rstd, B, T, C)
+        s.dembedded.fill(0.0)
+        rmsnorm_backward(s.dembedded, grads.ln0w, s.dresidual, acts.embedded, params.ln0w, acts.ln0_rstd, B, T, C)
+        grads.wte.fill(0.0)
+        encoder_backward(grads.wte, None, s.dembedded, self.inputs, B, T, C)
+
+
+class SpeedrunDecoder(Decoder):
+    """A speed run's GPT for text generation."""
+
+    activation_table, forward_layers, head = staticmethod(activation_table), staticmethod(forward_layers), Speedrun.head
+
+    def forward(self, tokens, position):
+        logits = super().forward(tokens, position)
+        logits += self.params.lm_headb[: self.config.V]
+        cap_forward(logits, logits.size)
+        return logits
+
+    def attend(self, position, B, T, l, a):
+        c, keys, values = self.config, self.cache.keys[l, :B], self.cache.values[l, :B]
+        attention_forward(a.atty, a.att, a.qkv, B, T, c.NH, c.NH, c.HS, keys, values, position)
+
+
+Speedrun.Decoder = SpeedrunDecoder
+
+if __name__ == "__main__":
+    run_main(functools.partial(main, Speedrun))
