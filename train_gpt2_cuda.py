@@ -9,8 +9,6 @@ no CUDA toolkit.
     python prepro_tinyshakespeare.py
     python export_weights.py
     python train_gpt2_cuda.py                 # B=4, T=1024, one epoch, in bfloat16 where the GPU has it
-    python dev/check_gpu.py                   # compares every activation and gradient with train_gpt2.py on one batch
-    python dev/profile_gpu.py                 # where the time of a step goes, kernel by kernel
     python train_gpt2_cuda.py --gpus 4        # four processes, a GPU each; or start them with torchrun, mpirun or srun
 
 A step is one CUDA graph, from the copy of the batch out of pinned memory to AdamW; Trainer.begin_step launches it. The
@@ -422,10 +420,12 @@ class AdamW:
 
     STATE = train_gpt2.AdamW.STATE  # order in a state file; then `master`
     REPORT = np.dtype([("loss", "f4"), ("norm", "f4"), ("loss_z", "f4"), ("norm_z", "f4")])
+    RATES, DECAY = {}, 1.0  # tensor -> factor of the learning rate, if not 1; of the weight decay
 
     @staticmethod
-    def table(settings, size):
-        """name -> Row of the state for `size` parameters."""
+    def table(settings, shares, rank):
+        """name -> Row of the state of a rank's share."""
+        size = shares.share_size(rank)
         return {
             "m": Row((size,)),
             "v": Row((size,)),
@@ -433,10 +433,10 @@ class AdamW:
             **({"sums": Row((size,))} if settings.own_micro_steps > 1 else {}),  # of gradients, the last ones aside
         }
 
-    def __init__(self, device, settings, params, grads, shares, rank):
+    def __init__(self, matmul, settings, params, grads, shares, rank):
         """params, grads: flat; on several GPUs, grads is what was received; shares: this rank's part."""
-        self.device, self.settings, self.params, self.grads = device, settings, params, grads
-        table, (chunks, self.ends, count) = self.table(settings, shares.share_size(rank)), shares.chunks(rank)
+        self.device, self.settings, self.params, self.grads = matmul.device, settings, params, grads
+        table, (chunks, self.ends, count) = self.table(settings, shares, rank), shares.chunks(rank)
         self.master = self.sums = None
         state = views(table, cp.zeros(table_bytes(table, ALIGN), np.uint8), ALIGN)
         vars(self).update({name: getattr(state, name) for name in table})
@@ -593,7 +593,7 @@ class GPT2:
     TITLE, MAGIC, Config, Settings = train_gpt2.GPT2.TITLE, train_gpt2.GPT2.MAGIC, train_gpt2.Config, CudaSettings
     KERNELS = ("encoder", "layernorm", "attention", "gelu", "matmul", "classifier", "transpose", "column_sums",
                "update")  # files of kernels/
-    READS, RECOMPUTED, Optimizer = READS, RECOMPUTED, AdamW
+    READS, RECOMPUTED, Optimizer, CONSTANTS = READS, RECOMPUTED, AdamW, {}  # -D constants, beside a model's sizes
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
     activation_table, phase_tables = staticmethod(activation_table), staticmethod(phase_tables)
     gradient_table = staticmethod(gradient_table)
@@ -825,7 +825,7 @@ def main(architecture=GPT2):
 def run(architecture, settings, ranks):
     """From the settings to the end of the training; returns the exit status."""
     gpu = open_gpu(settings.arch, ranks.local_rank)
-    resolve = functools.partial(resolve_auto, arch=gpu.arch)
+    resolve = functools.partial(architecture.resolve_auto, arch=gpu.arch)
     resolve(settings)  # only to fail early: Loop repeats it
     with (locked(settings.output_dir if ranks.is_first else None),
           Loop(settings, architecture, ranks, resolve, LlmcCudaLines) as loop):

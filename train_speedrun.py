@@ -1,11 +1,11 @@
 """
-Today's speed run on the CPU, in NumPy: its GPT and its optimizer, Muon; forward, backward and update by hand.
+The speed runs' GPT and their optimizer, Muon, on the CPU, in NumPy: forward, backward and update by hand.
 
 With this model, modded-nanogpt's third track reaches GPT-2's quality in a sixth of llm.c's tokens: RMSNorm, also after
-the embedding; normalized queries and keys, half of each rotated; squared ReLU; a classifier of its own, with capped
-logits; biases. The rest, and the words and names, are train_gpt2.py's and train_llama3.py's: read those pages first.
+the embedding; normalized, half-rotated queries and keys; squared ReLU; an untied classifier with capped logits; biases.
+The rest, and the words and names, are train_gpt2.py's and train_llama3.py's: read those pages first.
 
-    python train_speedrun.py -e s4 -i data/mine -o runs/mine        # random weights; also s2, s6 and s12 (124M's size)
+    python train_speedrun.py -e s4 -i data/mine -o runs/mine        # random weights; also s2, s6 and s12 (162M)
 
 Jordan et al. 2024, https://github.com/KellerJordan/modded-nanogpt
 """
@@ -31,8 +31,8 @@ from train_llama3 import (attention_backward, attention_forward, rmsnorm_backwar
                           rope_forward)
 
 EPS = float(np.finfo(np.float32).eps)  # in every norm
-CAP = 15.0  # no logit is larger
-SCALE = 0.12  # of query times key: both have a size of sqrt(HS)
+CAP = 15.0  # logits stay within +-CAP
+SCALE = 0.12  # of the normalized query times key
 
 # ----------------------------------------------------------------------------------------------------------------------
 # layout
@@ -49,7 +49,7 @@ class Config(train_gpt2.Config):
 
     def fault(self):
         """Why no model has these sizes, or None."""
-        if self.C % self.NH or self.HS % 4 or self.HS < 8:
+        if self.HS % 4 or self.HS < 8:
             return f"C={self.C} NH={self.NH}: expected heads of 8, 12, 16.. channels"
         return super().fault()
 
@@ -85,7 +85,7 @@ SIZES = {"s2": (2, 1, 128), "s4": (4, 2, 256), "s6": (6, 3, 384), "s12": (12, 6,
 
 def random_model(name, V, seed=42, maxT=1024):
     """Return (config, params) of an untrained SIZES[name], or None if `name` is not in SIZES. The embedding is N(0, 1),
-    which its norm leaves as large; classifier and projections begin at 0, so that each layer at first adds nothing."""
+    which its norm keeps at 1; classifier and projections begin at 0, so that each layer at first adds nothing."""
     if name not in SIZES:
         return None
     config = Config(maxT, V, *SIZES[name], padded(V))
@@ -93,9 +93,8 @@ def random_model(name, V, seed=42, maxT=1024):
     for number, tensor in enumerate((params.wte, params.qkvw, params.fcw)):
         np.random.default_rng((seed, number)).standard_normal(out=tensor, dtype=np.float32)
         tensor *= np.float32(1.0 if number == 0 else math.sqrt(0.33 / config.C))
-    for name, row in params.table.items():
-        if row.ones:
-            getattr(params, name).fill(1.0)
+    for gains in (params.ln0w, params.ln1w, params.ln2w, params.lnfw):
+        gains.fill(1.0)
     params.wte[V:] = 0.0
     return config, params
 
@@ -139,7 +138,6 @@ def scratch_table(config, B, T):
         "dfch": Row((B, T, 4 * C)),
         "datt": Row((B, NH, T, T)),  # within attention_backward
         "dlosses": Row((B, T)),
-        "dembedded": Row((B, T, C)),
     }
 
 
@@ -150,7 +148,7 @@ def scratch_table(config, B, T):
 @functools.lru_cache(maxsize=4)
 def rope_table(config, T, position=0):
     """(cos, sin), each (T, HS/2) float32, of the angles t * 1024^(-i / (HS/4 - 1)), t from `position` on, for the first
-    half of the pairs i; 0 for the others, which are the same at each position."""
+    half of the pairs i; the others do not turn."""
     half = config.HS // 4
     frequencies = np.zeros(2 * half, np.float32)
     frequencies[:half] = 1024.0 ** (-np.arange(half) / (half - 1))
@@ -172,7 +170,7 @@ def qknorm_forward(qkv, rstd, B, T, NH, HS):
 
 def qknorm_backward(dqkv, qkv, rstd, B, T, NH, HS):
     """Turn dqkv (B,T,3C), in place, from the gradient of what qknorm_forward wrote into that of what it read. qkv may
-    have been rotated since, if dqkv is rotated as well: rotations change no product of the two."""
+    have been rotated since: then dqkv is rotated, before and after, as rotations keep products of the two."""
     size = 2 * NH * HS
     d, out = dqkv[..., :size].reshape(B, T, 2 * NH, HS), qkv[..., :size].reshape(B, T, 2 * NH, HS)
     # With out = scale * n and n = x * rstd, where rstd depends on x too: dx = rstd * (dn - n * mean of (dn * n)),
@@ -193,12 +191,13 @@ def relu2_forward(out, inp, N):
 
 def relu2_backward(dinp, inp, dout, N):
     """dinp (N,) = dout * 2 max(inp, 0); dinp may be dout itself."""
-    slope = np.float32(2.0) * np.maximum(inp.reshape(N), np.float32(0.0))
+    slope = np.maximum(inp.reshape(N), np.float32(0.0))
+    slope *= np.float32(2.0)
     np.multiply(dout.reshape(N), slope, out=dinp.reshape(N))
 
 
 def cap_forward(logits, N):
-    """logits (N,) = CAP * z / sqrt(z^2 + CAP^2), in place: nearly z where z is small, below CAP where it is large."""
+    """logits (N,) = CAP * z / sqrt(z^2 + CAP^2), in place: nearly z for small z, always within +-CAP."""
     z = logits.reshape(N)
     z /= np.sqrt(np.float32(1.0) + np.square(z * np.float32(1.0 / CAP)))
 
@@ -214,26 +213,28 @@ def cap_backward(dlogits, logits, N):
 # optimizer
 
 EXACT = 12, (2.0, -1.5, 0.5)  # steps and coefficients: singular values converge to 1
-FAST = 5, (3.4445, -4.7750, 2.0315)  # they end near 1, from 0.7 to 1.2: for updates that are shorter than 12 steps
+FAST = 5, (3.4445, -4.7750, 2.0315)  # they end near 1, from 0.7 to 1.2: where an update has few tokens, to save time
 
 
 def orthogonalize(matrix, steps, coefficients):
-    """(rows, columns) -> the nearest matrix with singular values of 1: U V^T of U S V^T. Each Newton-Schulz step makes
-    of a singular value s, which begins below 1, a s + b s^3 + c s^5, and does not change U and V."""
+    """(rows, columns) -> nearly U V^T of U S V^T: all directions become equally long. Each Newton-Schulz step turns a
+    singular value s, at first at most 1, into a s + b s^3 + c s^5, and keeps U and V."""
     is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if is_tall else matrix
+    x = np.ascontiguousarray(matrix.T) if is_tall else matrix
     x = x / np.float32(np.linalg.norm(x) + 1e-7)
     a, b, c = map(np.float32, coefficients)
     for _ in range(steps):
         square = x @ x.T
-        x = a * x + (b * square + c * (square @ square)) @ x
+        polynomial = b * square + c * (square @ square)
+        polynomial[np.diag_indices_from(square)] += a
+        x = polynomial @ x
     return x.T if is_tall else x
 
 
 def muon_update(param, m, grad, learning_rate, momentum, weight_decay, grad_scale, newton_schulz):
     """One Muon step on a matrix (rows, columns), param and m in place. https://kellerjordan.github.io/posts/muon/"""
     m += np.float32(1.0 - momentum) * (np.float32(grad_scale) * grad - m)
-    # Nesterov's momentum: the gradient counts once more
+    # Nesterov's momentum looks a step ahead
     u = np.float32((1.0 - momentum) * grad_scale) * grad + np.float32(momentum) * m
     u = orthogonalize(u, *newton_schulz)
     u *= np.float32(learning_rate * math.sqrt(max(1.0, param.shape[0] / param.shape[1])))
@@ -242,12 +243,13 @@ def muon_update(param, m, grad, learning_rate, momentum, weight_decay, grad_scal
 
 
 class Muon:
-    """Muon for the layers' matrices, AdamW for the rest: embedding, classifier, gains and biases. -l and -c are Muon's,
-    AdamW's follow from them."""
+    """Muon for the layers' matrices, AdamW for the rest: embedding, classifier, gains and biases. A Muon step has the
+    same length whatever the gradient's. -l and -c are Muon's; AdamW's follow from them."""
 
     STATE = "m", "v"  # float32 Tensors like the parameters'; Muon leaves v 0
-    MATRICES, MOMENTUM = {"qkvw": 3, "attprojw": 1, "fcw": 1, "fcprojw": 1}, 0.95  # query, key, value: each for itself
-    RATES, OTHER_RATE, DECAY = {"wte": 28.0, "lm_head": 0.16}, 0.6, 0.02  # AdamW's, over Muon's; other: gains, biases
+    MATRICES, MOMENTUM = {"qkvw": 3, "attprojw": 1, "fcw": 1, "fcprojw": 1}, 0.95  # 3: Q, K and V apart
+    VECTORS = "lm_headb", "ln0w", "ln1w", "qkvb", "attprojb", "ln2w", "fcb", "fcprojb", "lnfw"
+    RATES, DECAY = {"wte": 28.0, "lm_head": 0.16, **dict.fromkeys(VECTORS, 0.6)}, 0.02  # of AdamW, over Muon's
 
     def __init__(self, params):
         self.m, self.v = allocate(params.table), allocate(params.table)
@@ -260,13 +262,11 @@ class Muon:
             if name in self.MATRICES:
                 shape = -1, row.shape[1] // self.MATRICES[name], row.shape[2]
                 for matrix in zip(*(x.reshape(shape) for x in (param, m, grad))):
-                    muon_update(*matrix, learning_rate, self.MOMENTUM, settings.weight_decay, grad_scale,
-                                newton_schulz)
+                    muon_update(*matrix, learning_rate, self.MOMENTUM, settings.weight_decay, grad_scale, newton_schulz)
             else:
-                rate = learning_rate * self.RATES.get(name, self.OTHER_RATE)
                 decay = self.DECAY * settings.weight_decay if settings.decay == "all" or row.decays else 0.0
-                adamw_update(*(x.reshape(-1) for x in (param, m, v, grad)), rate, settings.beta1, settings.beta2,
-                             settings.eps, decay, grad_scale, step, row.size)
+                adamw_update(*(x.reshape(-1) for x in (param, m, v, grad)), learning_rate * self.RATES[name],
+                             settings.beta1, settings.beta2, settings.eps, decay, grad_scale, step, row.size)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ class SpeedrunSettings(Settings):
 
     @classmethod
     def from_scratch(cls, depth, given):
-        return {**super().from_scratch(depth, given), "learning_rate": 0.025, "warmup_steps": 0}
+        return {**super().from_scratch(depth, given), "learning_rate": cls.learning_rate, "warmup_steps": 0}
 
 
 class Speedrun(GPT2):
@@ -368,14 +368,14 @@ class Speedrun(GPT2):
             rmsnorm_backward(s.dresidual, g.ln2w, s.dbranch, a.residual2, p.ln2w, a.ln2_rstd, B, T, C)
             matmul_backward(s.dbranch, g.attprojw, g.attprojb, s.dresidual, a.atty, p.attprojw, B, T, C, C)
             attention_backward(s.dqkv, s.datt, s.dbranch, a.qkv, a.att, B, T, NH, NH, HS)
-            qknorm_backward(s.dqkv, a.qkv, a.qk_rstd, B, T, NH, HS)  # before the rotation: see there
+            qknorm_backward(s.dqkv, a.qkv, a.qk_rstd, B, T, NH, HS)  # see there why not after rope
             rope_backward(s.dqkv, *rope_table(config, T), B, T, 2 * NH, HS)
             matmul_backward(s.dbranch, g.qkvw, g.qkvb, s.dqkv, a.ln1, p.qkvw, B, T, C, 3 * C)
             rmsnorm_backward(s.dresidual, g.ln1w, s.dbranch, residual, p.ln1w, a.ln1_rstd, B, T, C)
-        s.dembedded.fill(0.0)
-        rmsnorm_backward(s.dembedded, grads.ln0w, s.dresidual, acts.embedded, params.ln0w, acts.ln0_rstd, B, T, C)
+        s.dbranch.fill(0.0)
+        rmsnorm_backward(s.dbranch, grads.ln0w, s.dresidual, acts.embedded, params.ln0w, acts.ln0_rstd, B, T, C)
         grads.wte.fill(0.0)
-        encoder_backward(grads.wte, None, s.dembedded, self.inputs, B, T, C)
+        encoder_backward(grads.wte, None, s.dbranch, self.inputs, B, T, C)
 
 
 class SpeedrunDecoder(Decoder):

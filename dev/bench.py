@@ -401,8 +401,7 @@ def bench_attention(args):
 
     It is the kernel library that checks and times (dev/kernels/README.md). TFLOP/s count the matmuls of the unmasked
     half once each, two forward and five backward, even if an implementation recomputes some. mma_sync is for every GPU,
-    wgmma for Hopper. Ours reads the packed (B,T,3C) and writes the packed gradient; PyTorch gets views of it.
-    """
+    wgmma for Hopper. Ours reads the packed (B,T,3C) and writes the packed gradient; PyTorch gets views of it. """
     sys.path.append(os.path.join(ROOT, "dev", "kernels"))
     import lab
     import torch
@@ -447,8 +446,7 @@ def bench_matmul(args):
     A row is a matmul, without biases and GELU. Ours are named by their tiles and, in a weight gradient, by the number
     of parts of the inner dimension; the one that training takes is in bold. Operands are random, because zeros would be
     too fast. All take turns, so that a warmer GPU slows all alike: medians over CUDA events, without launch overhead.
-    With --dtype fp8, cuBLASLt is PyTorch's _scaled_mm, which wants both operands of dweight transposed.
-    """
+    With --dtype fp8, cuBLASLt is PyTorch's _scaled_mm, which wants both operands of dweight transposed. """
     gpu, config = open_gpu(), config_of(args.model)
     precision = cuda.resolve_auto(cuda.CudaSettings(dtype=args.dtype), gpu.arch).precision
     device, matmul = profile_gpu.open_device(cuda.GPT2, gpu, config, precision, "auto")

@@ -100,6 +100,8 @@ ARRAYS = {"encoder_forward": (0, 0), "encoder_backward_wpe": (0, 1), "residual_l
           "residual_layernorm_forward_fp8": (0, 1, 2, 8, 9), "residual_rmsnorm_forward": (0, 1, 3, 4),
           "residual_rmsnorm_forward_fp8": (0, 1, 2, 7, 8), "gelu_forward": (0, 1), "gelu_backward": (0, 2, 3, 4),
           "swiglu_forward": (0, 1), "swiglu_backward": (0, 1, 2, 3), "transpose": (1, 1), "quantize": (0, 1, 2),
+          "qknorm_backward": (0, 0, 2), "muon_momentum": (0, 0, 1, 3, 4), "muon_normalize": (0, 0),
+          "muon_polynomial": (0, 1, 2), "muon_update": (0, 1, 1, 2),
           "loss_mean": (1,), "global_norm": (1, 2), "prepare_scales": (), "prepare_update": ()}
 BYTES = {  # kernel -> the same, as bytes, where it depends on more
     "copy_batch": lambda batch, pinned, control, words, begin, end: 8 * (end - begin),
@@ -132,14 +134,15 @@ def attention_flops(B, T, Q, matmuls):
 def work(name, arguments, config):
     """Return (bytes that a launch must move, operations that it must do); 0 for the one that does not bound it."""
     if name == "cublaslt":
-        return 0, 2 * math.isqrt(math.prod(array.size for array in arguments[:3]))  # M*N, M*K and N*K
+        stack = arguments[0].shape[0] if arguments[0].ndim == 3 else 1  # of matrices
+        return 0, 2 * math.isqrt(math.prod(array.size for array in arguments[:3]) // stack)  # M*N, M*K and N*K
     if is_matmul(name):
         weight, operand = (array_of(arguments[i]) for i in MATMULS[name.removesuffix("_narrow")])
         return 0, 2 * weight.size * operand.shape[0]
     if name.removesuffix("_fp8") in ATTENTION:
         argument, matmuls = ATTENTION[name.removesuffix("_fp8")]
         return 0, attention_flops(*arguments[argument].shape, matmuls)
-    if name == "rope_forward":  # of the queries and keys
+    if name in ("rope_forward", "qknorm_forward"):  # of the queries and keys
         return 2 * size_of(arguments[0]) * (config.NH + config.NKV) // (config.NH + 2 * config.NKV), 0
     if name in ARRAYS:
         return size_of(*(arguments[i] for i in ARRAYS[name])), 0

@@ -8,6 +8,8 @@
 //
 // logits (N,Vp), whose columns V .. Vp-1 come from the padding of wte; losses (N) float32; targets (N) int32.
 //
+// With MODEL_CAP, the logits are first capped, y = z / sqrt(1 + z^2 / CAP^2), and the gradient is with respect to z.
+//
 // Bound by bytes: a row is read from memory once and written once. On Hopper, if shared memory has room for a row (it
 // holds two of 50304 bfloat16 logits), TMA loads and stores rows in parts, and each warp handles its own slice of each
 // part; of a row of Llama 3's 128256, the last part is in registers. Blocks are persistent, as many per multiprocessor
@@ -61,6 +63,20 @@ __device__ inline float scaled_exp(float x, float offset, float scale) { return 
 #else
 __device__ inline float offset_of(float largest, float log2_scale) { return largest; }
 __device__ inline float scaled_exp(float x, float offset, float scale) { return expf(x - offset) * scale; }
+#endif
+
+#ifdef MODEL_CAP
+constexpr float CAP = MODEL_CAP;
+__device__ inline float capped(float z) {
+    return z == -INFINITE ? z : z * rsqrtf(fmaf(z * (1.0f / (CAP * CAP)), z, 1.0f));  // -inf: padding
+}
+// dy/dz, of the capped logit: (1 - y^2 / CAP^2)^(3/2).
+__device__ inline float cap_slope(float y) {
+    const float square = fmaxf(fmaf(y * (-1.0f / (CAP * CAP)), y, 1.0f), 0.0f);
+    return square * sqrtf(square);
+}
+#else
+__device__ inline float capped(float z) { return z; }
 #endif
 
 // In bfloat16, a row on chip holds exp(x - maximum so far) between the sum and the gradient, in half precision, scaled
@@ -134,7 +150,7 @@ __device__ inline float sum_of(Floats x) {
 
 // Merge logits of part s into `so_far`. If KEEPS and write_gradient, they become their exponentials, for the gradient.
 __device__ inline MaxAndSum add_part(MaxAndSum so_far, Packs& packs, bool write_gradient) {
-    const float largest = fmaxf(so_far.largest, largest_of(packs));
+    const float largest = fmaxf(so_far.largest, capped(largest_of(packs)));
     const float finite = largest == -INFINITE ? 0.0f : largest;  // only padding so far: -inf - -inf would be NaN
     const float offset = offset_of(finite, LOG2_KEPT_SCALE);
     float sum = so_far.sum * scaled_exp(so_far.largest - finite, 0.0f, 1.0f);
@@ -142,7 +158,7 @@ __device__ inline MaxAndSum add_part(MaxAndSum so_far, Packs& packs, bool write_
     for (int i = 0; i < LOADS_AT_ONCE; i++) {
         Floats x = unpack(packs[i]);
 #pragma unroll
-        for (int k = 0; k < PACK; k++) x.x[k] = scaled_exp(x.x[k], offset, KEPT_SCALE);
+        for (int k = 0; k < PACK; k++) x.x[k] = scaled_exp(capped(x.x[k]), offset, KEPT_SCALE);
         sum += sum_of(x);
         if (KEEPS && write_gradient) packs[i] = kept(x);
     }
@@ -182,9 +198,10 @@ __device__ inline void store_dlogits(dlogit* to, const Floats& x, uint32, Roundi
 
 // Write the gradient of part s to the row; packs: logits or, if KEEPS, their exponentials. scale: dloss / the row's
 // sum; offset: offset_of the row's maximum and log2(scale); largest_then: this thread's maximum so far when it had
-// merged part s.
+// merged part s; target_logit: before the cap, of the thread that has the target.
 __device__ inline void write_gradient_part(dlogit* row, const Packs& packs, int s, float offset, float scale,
-                                           float largest_then, int target, float dloss, Rounding& rounding) {
+                                           float largest_then, int target, float target_logit, float dloss,
+                                           Rounding& rounding) {
     const float factor = scaled_exp(largest_then, offset, scale);
 #pragma unroll
     for (int i = 0; i < LOADS_AT_ONCE; i++) {
@@ -194,11 +211,24 @@ __device__ inline void write_gradient_part(dlogit* row, const Packs& packs, int 
         if (!exists) continue;
         Floats x = KEEPS ? unpack_kept(packs[i]) : unpack(packs[i]);
 #pragma unroll
-        for (int k = 0; k < PACK; k++) x.x[k] = KEEPS ? x.x[k] * factor : scaled_exp(x.x[k], offset, scale);
+        for (int k = 0; k < PACK; k++) {
+#ifdef MODEL_CAP
+            const float kept_y = fmaf(__log2f(x.x[k]) - LOG2_KEPT_SCALE, LN2, largest_then);
+            const float y = KEEPS ? fmaxf(kept_y, -CAP) : capped(x.x[k]);
+            x.x[k] = cap_slope(y) * (KEEPS ? x.x[k] * factor : scaled_exp(y, offset, scale));
+#else
+            x.x[k] = KEEPS ? x.x[k] * factor : scaled_exp(x.x[k], offset, scale);
+#endif
+        }
         if (has_target(v, target)) {
 #pragma unroll
             for (int k = 0; k < PACK; k++) {
+#ifdef MODEL_CAP  // its own slope: of an unlikely target, nothing is kept
+                const float y = capped(target_logit);
+                if (v + k == target) x.x[k] = cap_slope(y) * (scaled_exp(y, offset, scale) - dloss);
+#else
                 if (v + k == target) x.x[k] -= dloss;
+#endif
             }
         }
         store_dlogits(row + v, x, lanes, rounding);
@@ -206,7 +236,7 @@ __device__ inline void write_gradient_part(dlogit* row, const Packs& packs, int 
 }
 
 __device__ inline float loss_of(MaxAndSum whole, float target_logit) {
-    return logf(whole.sum / KEPT_SCALE) + (whole.largest - target_logit);
+    return logf(whole.sum / KEPT_SCALE) + (whole.largest - capped(target_logit));
 }
 
 // Whether the target is in this thread's packs.
@@ -288,7 +318,7 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
             Rounding rounding(scale, target);
             if (HOLDS) {
                 write_gradient_part(global_dlogits, held, PARTS - 1, offset, scale, largest_then[PARTS - 1], target,
-                                    dloss, rounding);
+                                    target_logit, dloss, rounding);
             }
 #pragma unroll
             for (int s = 0; s < SHARED_PARTS; s++) {
@@ -302,7 +332,7 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
                 if (CLASSIFIER_FP8) __syncwarp();
                 dlogit* const slice = reinterpret_cast<dlogit*>(slices + s * PART);
                 write_gradient_part(slice - s * PART - warp * SLICE, packs, s, offset, scale, largest_then[s], target,
-                                    dloss, rounding);
+                                    target_logit, dloss, rounding);
                 fence_for_async();
                 __syncwarp();
                 if (is_lane_0) {
@@ -349,7 +379,7 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
     Rounding rounding(scale, target);
     for (int s = PARTS - 1; s >= 0; s--) {
         load_part(packs, row, s);
-        write_gradient_part(row, packs, s, offset, scale, 0.0f, target, dloss, rounding);
+        write_gradient_part(row, packs, s, offset, scale, 0.0f, target, target_logit, dloss, rounding);
     }
 }
 

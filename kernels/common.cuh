@@ -16,6 +16,10 @@
 
 #pragma once
 
+#ifndef MODEL_BIASES  // whether RMSNorms are beside linear layers with biases
+#define MODEL_BIASES 0
+#endif
+
 #if BFLOAT16
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

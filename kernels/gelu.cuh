@@ -1,5 +1,6 @@
 // GELU and its derivative at one number, for gelu.cu and for matmuls that apply them in their epilogues. The formulas,
-// with u and s, are in gelu.cu.
+// with u and s, are in gelu.cu. With MODEL_RELU2, it is squared ReLU (So et al. 2021), x * s with s = max(x, 0), whose
+// derivative is 2 s.
 
 #pragma once
 
@@ -14,16 +15,20 @@ struct Gate {
 
 // The intrinsics keep the compiler from fusing multiply-adds in one kernel and not in another: all kernels must give
 // the same bits.
-#if BFLOAT16
-// exp(-2u) = 2^exponent(x). Where that overflows, s is 0.
-__device__ inline float exponent(float x) {
-    return __fmul_rn(x, __fmaf_rn(-2.0f * SCALE * CUBE * LOG2E, __fmul_rn(x, x), -2.0f * SCALE * LOG2E));
+#if MODEL_RELU2
+__device__ inline float begin_gate(float x) { return x < 0.0f ? 0.0f : x; }  // NaN stays
+__device__ inline float end_gate(float s) { return s; }
+__device__ inline Gate gate_of(float s) { return {s, 0.0f}; }
+__device__ inline Gate gate(float x) { return gate_of(begin_gate(x)); }
+#elif BFLOAT16
+// s in two steps, each of them one special function: exp(-2u), then 1 / (1 + that). Where exp overflows, s is 0.
+__device__ inline float begin_gate(float x) {
+    return exp2_approx(
+        __fmul_rn(x, __fmaf_rn(-2.0f * SCALE * CUBE * LOG2E, __fmul_rn(x, x), -2.0f * SCALE * LOG2E)));
 }
-__device__ inline float inverse_of_1_plus(float e) { return inverse(__fadd_rn(1.0f, e)); }
+__device__ inline float end_gate(float e) { return inverse(__fadd_rn(1.0f, e)); }
 __device__ inline Gate gate_of(float s) { return {s, __fmaf_rn(-s, s, s)}; }
-__device__ inline Gate gate(float x) {
-    return gate_of(inverse_of_1_plus(exp2_approx(exponent(x))));  // an error of 2^-21 does not show in bfloat16
-}
+__device__ inline Gate gate(float x) { return gate_of(end_gate(begin_gate(x))); }  // to 2^-21: enough for bfloat16
 #else
 __device__ inline Gate gate(float x) {
     const float twice_u = __fmul_rn(__fmul_rn(2.0f * SCALE, x), __fmaf_rn(CUBE, __fmul_rn(x, x), 1.0f));
@@ -36,6 +41,9 @@ __device__ inline float gelu(float x) { return __fmul_rn(x, gate(x).s); }
 
 // GELU's derivative: s + 2xu' s (1 - s).
 __device__ inline float gelu_derivative(float x, Gate g) {
+#if MODEL_RELU2
+    return 2.0f * g.s;
+#endif
     const float twice_xu = x * fmaf(6.0f * SCALE * CUBE, __fmul_rn(x, x), 2.0f * SCALE);
     return fmaf(twice_xu, g.s_slope, g.s);
 }
@@ -47,10 +55,10 @@ template <int N>
 __device__ inline void gates(Gate (&g)[N], const float (&x)[N]) {
     float e[N];
 #pragma unroll
-    for (int i = 0; i < N; i++) e[i] = exp2_approx(exponent(x[i]));
+    for (int i = 0; i < N; i++) e[i] = begin_gate(x[i]);
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < N; i++) e[i] = inverse_of_1_plus(e[i]);
+    for (int i = 0; i < N; i++) e[i] = end_gate(e[i]);
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < N; i++) g[i] = gate_of(e[i]);

@@ -20,7 +20,7 @@ static_assert(PACKS * PACK <= 32, "a thread keeps at most 32 elements of a row: 
 // The column at which this thread's pack p of a row starts; if >= C, there is none.
 __device__ inline int column(int p) { return (p * ROW_THREADS + threadIdx.x % ROW_THREADS) * PACK; }
 
-// x = inp1 + inp2, rounded, and residual =, or x = inp1 without an inp2: this thread's packs of the row that begins at
+// x = inp1 + inp2, rounded, and residual =, or x = inp1 without an inp2 (without an inp1, that is 0): this thread's packs of the row that begins at
 // `start`; 0 beyond C, or unless the row exists. each(x) is called with every number.
 template <class Each>
 __device__ __forceinline__ void residual_row(Floats (&x)[PACKS], residual_element* residual,
@@ -32,7 +32,7 @@ __device__ __forceinline__ void residual_row(Floats (&x)[PACKS], residual_elemen
         bits[p] = addends[p] = {};
         const int c = column(p);
         if (!exists || c >= C) continue;
-        bits[p] = load_bits(inp1 + start + c);
+        if (inp1) bits[p] = load_bits(inp1 + start + c);
         if (inp2) addends[p] = load_bits(inp2 + start + c);
     }
 #pragma unroll

@@ -24,20 +24,7 @@
 // for bfloat16 parameters with a float32 master copy, 14 and 14. global_norm must come first, but runs only if
 // gradients are clipped or their norm is logged.
 
-#include "common.cuh"
-
-constexpr int THREADS = UPDATE_THREADS;
-
-struct Control {
-    int64 step;         // updates done
-    int64 steps_begun;  // its lowest bit: the half of the pinned memory that holds the current step
-    float rate;         // learning_rate * sqrt(1 - beta2^t) / (1 - beta1^t), t counted from 1
-    float eps;          // eps * sqrt(1 - beta2^t)
-    float learning_rate;
-    float grad_scale;   // what clipping multiplies the gradients by
-    int halted;         // a loss or norm was not finite: the weights no longer change
-    int skipped;        // this update is an outlier
-};
+#include "update.cuh"
 
 struct Report {  // in pinned memory, one per half
     float loss, norm, loss_z, norm_z;
@@ -49,53 +36,6 @@ struct Recent {  // RECENT of llmc/outliers.py
     int count;
     float values[WINDOW];  // value n is at n % WINDOW
 };
-
-struct Chunk {       // CHUNKS of llmc/gpu/shares.py
-    int64 local;     // offset in the buffers of the rank that owns it
-    int64 flat;      // offset in the buffers of all parameters
-    int64 received;  // offset of the first rank's gradients
-    int stride;      // from one rank's gradients to the next's
-    int count;       // elements, at most UPDATE_CHUNK
-    int index;       // in the flat buffer's order
-    float decay;
-    int at_random;   // 1: always rounded stochastically (weights of layernorms)
-};
-
-// Four numbers, 16 bytes of float32 or 8 of bfloat16: what a thread works on at once. Even in a bfloat16 run, six of
-// seven bytes that adamw_update moves are float32: with 8 numbers per thread, the accesses of a warp would not be
-// contiguous, but skip every other 16 bytes.
-constexpr int NUMBERS = UPDATE_ADAMW_NUMBERS;
-struct Quad {
-    float x[4];
-};
-static_assert(NUMBERS * sizeof(float) == sizeof(Quad), "a thread works on one Quad");
-static_assert(UPDATE_CHUNK % (THREADS * NUMBERS) == 0, "whole blocks work on a chunk");
-
-__device__ inline Quad load_quad(const float* at) {
-    const float4 four = *reinterpret_cast<const float4*>(at);
-    return {four.x, four.y, four.z, four.w};
-}
-__device__ inline void store_quad(float* at, const Quad& values) {
-    *reinterpret_cast<float4*>(at) = {values.x[0], values.x[1], values.x[2], values.x[3]};
-}
-#if BFLOAT16
-__device__ inline Quad load_quad(const __nv_bfloat16* at) {
-    const uint2 bits = *reinterpret_cast<const uint2*>(at);
-    const float2 low = as_floats(bits.x), high = as_floats(bits.y);
-    return {low.x, low.y, high.x, high.y};
-}
-__device__ inline void store_quad(__nv_bfloat16* at, const Quad& values) {
-    *reinterpret_cast<uint2*>(at) = {as_pair(values.x[0], values.x[1]), as_pair(values.x[2], values.x[3])};
-}
-#endif
-
-__device__ inline float block_sum(float x) {
-    __shared__ float sums[32];
-    x = warp_sum(x);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
-    __syncthreads();
-    return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.0f);
-}
 
 // Copy the words from `begin` to `end` - 1. batch: laid out as batch_table of llmc/gpu/batch.py; pinned: two halves of
 // `words` words.
@@ -113,26 +53,6 @@ loss_mean(float* loss, const float* losses, float scale, int N) {
     sum = block_sum(sum);
     if (threadIdx.x == 0) *loss = sum * scale;
 }
-
-// A rank's gradients for an update. sums (elements of its chunks): of earlier micro-batches, or null; gradients: the
-// last ones of all ranks, see Chunk. They are added in the order of the ranks, which is that of their micro-batches.
-struct Gradients {
-    const float* sums;
-    const gradient* gradients;
-    int ranks;
-
-    __device__ Quad operator()(const Chunk& chunk, int i) const {
-        const gradient* at = gradients + chunk.received + i;
-        Quad g = load_quad(at), sum = {};
-        if (sums) sum = load_quad(sums + chunk.local + i);
-        for (int r = 1;; r++) {
-#pragma unroll
-            for (int k = 0; k < NUMBERS; k++) sum.x[k] += g.x[k];
-            if (r == ranks) return sum;
-            g = load_quad(at += chunk.stride);
-        }
-    }
-};
 
 // Block (THREADS); grid (chunks). sums (elements of the chunks); gradients: see Chunk.
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -207,25 +127,6 @@ prepare_update(Control* control, Report* reports, const float* losses, const flo
     control->steps_begun += 1;
 }
 
-// x rounded to one of the two adjacent bfloat16 numbers, the nearer one with the higher probability, so that the
-// expected value is x: 16 random bits are added below the last bit that is kept, and the rest is truncated. inf and NaN
-// stay: a carry could turn NaN into -0.
-__device__ inline float round_stochastically(float x, uint32 random16) {
-    return isfinite(x) ? __uint_as_float(__float_as_uint(x) + random16 & 0xffff0000) : x;
-}
-
-// The same for each of four; float32 weights are not rounded.
-__device__ inline void round_stochastically(Quad& values, uint32 i, uint32 step, uint32 seed) {
-#if BFLOAT16
-#pragma unroll
-    for (int k = 0; k < 4; k += 2) {
-        const uint32 random = random_bits(i + k, step, seed);
-        values.x[k] = round_stochastically(values.x[k], random & 0xffff);
-        values.x[k + 1] = round_stochastically(values.x[k + 1], random >> 16);
-    }
-#endif
-}
-
 // A thread updates NUMBERS parameters; block (THREADS); grid (UPDATE_CHUNK / THREADS / NUMBERS for each chunk). params
 // (parameters); master, m, v (elements of the chunks); sums, gradients: see Gradients. master: the float32 weights of
 // which params are a rounded copy, or null. seed: for stochastic rounding; 0: round to nearest, except the weights of
@@ -243,8 +144,8 @@ adamw_update(element* params, float* master, float* m, float* v, const float* su
     Quad p = master ? load_quad(master + local) : load_quad(params + i);
     Quad mean = load_quad(m + local), square = load_quad(v + local);
     const Quad g = Gradients{sums, gradients, ranks}(chunk, within);
-    const float keep = 1.0f - control->learning_rate * chunk.decay;
-    const float rate = control->rate, eps = control->eps, grad_scale = control->grad_scale;
+    const float keep = 1.0f - control->learning_rate * chunk.rate * chunk.decay;
+    const float rate = control->rate * chunk.rate, eps = control->eps, grad_scale = control->grad_scale;
 #pragma unroll
     for (int k = 0; k < NUMBERS; k++) {
         const float gradient = g.x[k] * grad_scale;

@@ -6,7 +6,7 @@ A model from Python, on the CPU or a GPU: its loss, text from it, a training ste
     print(model.loss("A sentence."), model.generate("The ", tokens=40))
 """
 
-import importlib.util
+import importlib
 import math
 import os
 import re
@@ -51,9 +51,7 @@ def architecture_of(model):
 
 
 def on_gpu(architecture):
-    """The class of the page for GPUs; raises UserError if there is none."""
-    if not importlib.util.find_spec(f"{architecture.__module__}_cuda"):
-        raise UserError(f"{architecture.__module__}.py has no page for GPUs")
+    """The class of the page for GPUs."""
     return getattr(importlib.import_module(f"{architecture.__module__}_cuda"), architecture.__name__)
 
 
@@ -243,6 +241,8 @@ class GpuModel(Model):
         self.model = open_trainer(architecture, gpu, self.config, params, self.settings)
 
     def draw(self, *arguments):
+        if not self.model.decoder:
+            raise UserError(f"{self.model.architecture.TITLE} has no kernels for text: load it without gpu=True")
         return self.model.decoder.draw(*arguments)
 
     def make_room(self, B, T):

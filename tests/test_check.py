@@ -143,7 +143,8 @@ def test_the_launches_of_a_step_have_labels_and_work(fake_gpu, page, settings):
     matrices = sum(row.size for row in trainer.params.table.values() if len(row.shape) == 3)
     assert flops == trainer.settings.micro_steps * 6 * B * T * (matrices + trainer.config.Vp * trainer.config.C)
     kernels = {kernel.removesuffix("_narrow") for kernels in KERNELS.values() for kernel in kernels}
-    known = {*profile_gpu.MATMULS, *profile_gpu.ATTENTION, *profile_gpu.ARRAYS, *profile_gpu.BYTES, "rope_forward"}
+    known = {*profile_gpu.MATMULS, *profile_gpu.ATTENTION, *profile_gpu.ARRAYS, *profile_gpu.BYTES, "rope_forward",
+             "qknorm_forward"}
     assert kernels - known == {"round_weights"}
 
 

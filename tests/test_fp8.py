@@ -32,7 +32,7 @@ from test_matmul_swiglu import frame_sizes
 
 FP8 = Precision("bfloat16", fp8=True)
 NUMBERS = decode_e4m3(np.arange(256, dtype=np.uint8))
-LAYERS = SimpleNamespace(KERNELS=("matmul", "gelu"))
+LAYERS = SimpleNamespace(KERNELS=("matmul", "gelu"), CONSTANTS={})
 GPT2 = train_gpt2.Config(64, 257, 2, 3, 192, 384)
 LLAMA = train_llama3.Config(64, 257, 2, 4, 2, 64, 384, 96, 16)
 

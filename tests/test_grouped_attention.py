@@ -24,7 +24,7 @@ from test_kernels import (BF16_TWICE, EXACT, PRECISIONS, SUMS, TF32, assert_clos
 from test_matmul_swiglu import frame_sizes
 from train_llama3 import Config
 
-LAYER = SimpleNamespace(KERNELS=("attention",))
+LAYER = SimpleNamespace(KERNELS=("attention",), CONSTANTS={})
 HEADS = [(9, 3, 16), (6, 3, 48), (3, 1, 64), (9, 3, 64), (4, 4, 64), (6, 3, 80), (8, 2, 128), (3, 1, 128),
          (4, 4, 128)]  # NH, NKV, HS
 GPT2_HEADS = [(12, 12, 64), (1, 1, 64), (25, 25, 64), (3, 3, 80), (2, 2, 128), (2, 2, 96)]

@@ -19,7 +19,7 @@ def test_a_cpu_run_loads_nothing_of_a_gpu():
 def test_no_folder_outgrows_its_budget():
     sizes = {what: sum(map(count, files(*patterns))) for what, (patterns, _) in BUDGETS.items()}
     assert not {what: size for what, size in sizes.items() if size > BUDGETS[what][1]}
-    assert len(files(":(glob)*.py")) <= 13
+    assert len(files(":(glob)*.py")) <= 14
 
 
 @pytest.mark.parametrize("path", [path for path in files("dev/*.py") if "/kernels/" not in path])

@@ -19,10 +19,12 @@ import train_gpt2
 import train_gpt2_cuda as cuda
 import train_llama3
 import train_llama3_cuda as llama_cuda
+import train_speedrun
+import train_speedrun_cuda as speedrun_cuda
 from conftest import ROOT, Array, on_stream
 from llmc.gpu.batch import SortedTokens, sort_tokens
 from llmc.checkpoint import padded
-from llmc.gpu.compiler import KernelFile, compile_kernels, prepare_kernels
+from llmc.gpu.compiler import IMPORTING, KernelFile, compile_kernels, prepare_kernels
 from llmc.gpu.device import cp, open_gpu, pinned_array, pointer, to_float32
 from llmc.errors import UserError
 from llmc.gpu.geometry import ENCODER_PIECE, blocks, hopper_matmul, kernel_files
@@ -57,6 +59,7 @@ LLAMAS = [  # maxT, V, L, NH, NKV, C, Vp, F, HS
     train_llama3.Config(1024, 131, 1, 2, 2, 2048, 256, 512, 128, eps=1e-3),
 ]
 
+SPEEDRUN = train_speedrun.Config(1024, 50257, 1, 6, 768, 50304)  # s12
 COMPILED = [("sm_75", "float32"), ("sm_80", "tf32"), ("sm_80", "bf16"), ("sm_90a", "bf16")]  # others: make test-124M
 OTHERS = [case for case in itertools.product(("sm_75", "sm_80", "sm_90a", "sm_100"), PRECISIONS)
           if case not in COMPILED and (case[0] != "sm_75" or "bf16" not in case[1])]
@@ -64,7 +67,8 @@ OTHERS = [case for case in itertools.product(("sm_75", "sm_80", "sm_90a", "sm_10
 
 def compile_file(file, arch):
     """The cubin of a KernelFile, in which all its kernels are."""
-    pytest.importorskip("cuda.core")
+    with IMPORTING:
+        pytest.importorskip("cuda.core")
     cubin = compile_kernels(file.name, arch, file.constants)
     assert cubin[:4] == b"\x7fELF" and all(b".text." + kernel.encode() + b"\0" in cubin for kernel in file.kernels)
     return cubin
@@ -83,6 +87,8 @@ def cases_to_compile(arch, precision):
     if not precision.float32_grads:
         llamas = itertools.product(("rmsnorm", "rope", "swiglu", "classifier"), LLAMAS[1:])
         yield from ((llama_cuda.Llama3, *case) for case in llamas)
+        speedruns = ("rmsnorm", "qknorm", "gelu", "classifier", "muon")
+        yield from ((speedrun_cuda.Speedrun, layer, SPEEDRUN) for layer in speedruns)
         yield llama_cuda.Llama3, "classifier", dataclasses.replace(LLAMAS[0], V=128256, Vp=128256)
         yield llama_cuda.Llama3, "attention", LLAMAS[2]
         yield llama_cuda.Llama3, "attention", dataclasses.replace(LLAMAS[2], NH=6, NKV=3, HS=80)
@@ -159,9 +165,12 @@ def check_launches(launches, gpu, precision, parameters):
     *itertools.product(("sm_90a",), ("bf16", "bf16-float32-grads"), ("kernels", "cublaslt"))])
 @pytest.mark.parametrize("architecture, config", (
     (cuda.GPT2, Config(64, 257, 2, 3, 192, 384)),
-    (llama_cuda.Llama3, train_llama3.Config(64, 257, 2, 4, 2, 192, 384, 384, 48, tied=0))), ids=("gpt2", "llama"))
+    (llama_cuda.Llama3, train_llama3.Config(64, 257, 2, 4, 2, 192, 384, 384, 48, tied=0)),
+    (speedrun_cuda.Speedrun, train_speedrun.Config(64, 257, 2, 3, 192, 384))), ids=("gpt2", "llama", "speedrun"))
 def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, config, arch, precision, library, recompute):
     """A step with accumulation, on a fake GPU; every kernel that is loaded for a step is launched in it."""
+    if architecture is speedrun_cuda.Speedrun and (recompute or library == "kernels"):
+        pytest.skip("it has neither")
     precision, gpu = PRECISIONS[precision], fake_gpu.gpu._replace(arch=arch)
     settings = architecture.Settings(B=3, T=32, total_batch_size=192, dtype=precision.dtype, tf32=precision.tf32,
                                      float32_grads=precision.float32_grads, grad_clip=1.0, recompute=recompute, graph=0)
@@ -181,6 +190,8 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, confi
     if architecture is llama_cuda.Llama3:
         unused |= {"encoder_backward_wpe", "matmul_forward_gelu", "matmul_backward_inp_gelu"}
         unused |= {"rope_forward", "swiglu_forward", "swiglu_backward"} if matmul.kernels else set()
+    if architecture is speedrun_cuda.Speedrun:
+        unused |= {"encoder_backward_wpe"}
     assert {name for name in parameters.keys() - launched if not name.endswith(("narrow", "fp8"))} <= unused
 
 
@@ -510,7 +521,8 @@ def chunks_of(count, decay=0.0, decayed=0, at_random=0):
     chunks = np.zeros(blocks(count, UPDATE_CHUNK), CHUNKS)
     chunks["local"] = chunks["flat"] = chunks["received"] = UPDATE_CHUNK * np.arange(chunks.size)
     chunks["count"], chunks["index"] = np.minimum(UPDATE_CHUNK, count - chunks["flat"]), np.arange(chunks.size)
-    chunks["decay"], chunks["at_random"] = np.where(chunks["flat"] < decayed, decay, 0.0), at_random
+    chunks["decay"] = np.where(chunks["flat"] < decayed, decay, 0.0)
+    chunks["rate"], chunks["at_random"] = 1.0, at_random
     return on_gpu(chunks.view(np.uint8))
 
 

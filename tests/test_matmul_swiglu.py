@@ -29,7 +29,7 @@ def model(C=64, F=96, NH=4, NKV=2, HS=16):
 
 def open_matmul(gpu, config):
     """A Matmul by the rule, with the kernels of these layers."""
-    layers = SimpleNamespace(KERNELS=("matmul", "matmul_swiglu", "swiglu"))
+    layers = SimpleNamespace(KERNELS=("matmul", "matmul_swiglu", "swiglu"), CONSTANTS={})
     files = kernel_files(layers, config, BFLOAT16, gpu.arch, "auto")
     device = Device(gpu, list(files.values()), launch_geometry(config, BFLOAT16, gpu.arch))
     return Matmul(device, BFLOAT16)
@@ -165,7 +165,8 @@ def frame_sizes(cubin):
                                     model(64, 96, 2, 1, 128), model(64, 96, 4, 2, 16)), ids=("l12", "1B", "128", "16"))
 def test_nothing_spills(config):
     """No kernel has a stack: the accumulators take most of the registers."""
-    file = kernel_files(SimpleNamespace(KERNELS=("matmul_swiglu",)), config, BFLOAT16, "sm_90a")["matmul_swiglu"]
+    layers = SimpleNamespace(KERNELS=("matmul_swiglu",), CONSTANTS={})
+    file = kernel_files(layers, config, BFLOAT16, "sm_90a")["matmul_swiglu"]
     assert frame_sizes(compile_file(file, "sm_90a")) == [0] * len(file.kernels)
 
 

@@ -2,7 +2,9 @@
 
 import functools
 import inspect
+import shutil
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,10 +16,14 @@ import export_weights
 import generate
 import train_gpt2
 import train_speedrun as t
-from conftest import BYTES
-from llmc.tensors import allocate, flat
+import train_speedrun_cuda as cuda
+from conftest import BYTES, assert_one_line_error, run_program
+from llmc.checkpoint import padded, without_padding
+from llmc.gpu.trainer import open_trainer
+from llmc.tensors import allocate, flat, views
 from llmc.tokenizer import write_tokenizer
 from reference import muon, speedrun
+from test_gpt2 import need
 
 CONFIG = t.Config(maxT=32, V=50, L=2, NH=2, C=32, Vp=128)
 TOLERANCE = 2e-4  # the largest of 200 draws is 5e-5, the smallest fault's 1e-3
@@ -118,7 +124,7 @@ FAULTS = {
     "the cap without its slope": left_out("cap_backward"),
     "the cap's slope without its root": source("cap_backward", "square * np.sqrt(square)", "square"),
     "the cap's slope, 1 percent": source("cap_backward", "square * np.sqrt(square)", "1.01 * square**1.5"),
-    "the embedding's norm": source("backward_into", "None, s.dembedded", "None, s.dresidual", t.Speedrun),
+    "the embedding's norm": source("backward_into", "None, s.dbranch", "None, s.dresidual", t.Speedrun),
     "no gradient of the classifier's bias": source("backward_into", "grads.lm_headb[:V]", "None", t.Speedrun),
     "a coefficient of Newton and Schulz": (t, "EXACT", (12, (2.0, -1.5, 0.49))),
     "too few steps": (t, "EXACT", (7, (2.0, -1.5, 0.5))),
@@ -128,7 +134,7 @@ FAULTS = {
     "decay after the step": source("muon_update", "param -= u", "param -= u * (1 - learning_rate * weight_decay)"),
     "query, key, value as one matrix": (t.Muon, "MATRICES", {**t.Muon.MATRICES, "qkvw": 1}),
     "the embedding's rate": (t.Muon, "RATES", {**t.Muon.RATES, "wte": 28.5}),
-    "AdamW for a matrix": (t.Muon, "MATRICES", {"qkvw": 3, "attprojw": 1, "fcw": 1}),
+    "the biases' rate": (t.Muon, "RATES", {**t.Muon.RATES, "fcb": 0.62}),
 }
 
 
@@ -170,3 +176,54 @@ def test_text_by_the_cache_is_that_of_whole_passes(workplace):
     for position in range(20, 24):
         logits = decoder.logits(tokens[:, position : position + 1], position)
         assert np.allclose(logits, model.acts.logits[:, position], atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype, V, tolerance", (("float32", 97, 1e-4), ("bfloat16", 97, 0.2),
+                                                  ("bfloat16", 50257, 0.3)))
+def test_on_a_gpu(gpu, dtype, V, tolerance):
+    """Loss, gradients and an update beside NumPy's, over the update's or the gradient's length, buffers NaN before. In
+    bfloat16, five Newton-Schulz steps make 0.1 of rounding."""
+    need("bf16" if dtype == "bfloat16" else dtype)
+    config, rng, (B, T) = t.Config(64, V, 2, 2, 128, padded(V)), np.random.default_rng(0), (3, 33)
+    params = allocate(t.parameter_table(config))
+    for name, row in params.table.items():
+        getattr(params, name)[...] = rng.normal(row.ones, 1.0 if name == "wte" else 0.1, row.shape)
+    flat(params).view(np.uint32)[...] &= 0xFFFF0000  # bfloat16 numbers
+    without_padding(config, params, V)
+    inputs, targets = rng.integers(0, V, (2, B, T)).astype(np.int32)
+    ours = t.Speedrun(config, views(params.table, params.buffer.copy()))
+    ours.allocate_activations(B, T)
+    ours.allocate_training(B, T)
+    loss = ours.forward(inputs, targets)
+    ours.backward()
+    settings = cuda.Speedrun.Settings(B=B, T=T, dtype=dtype, tf32=0, float32_grads=1, eps=1e-3, graph=0, recompute=0)
+    trainer = open_trainer(cuda.Speedrun, gpu, config, params, settings)
+    for buffer in trainer.model.buffers.values():
+        buffer.fill(0xFF)
+    assert abs(trainer.forward(inputs, targets) - loss) < tolerance / 50 * loss
+    trainer.compute_gradients(inputs, targets)
+    trainer.update_now(0.02)
+    ours.optimizer.update(ours.params, ours.grads, t.SpeedrunSettings(B=B, T=T, eps=1e-3), 0.02, 1)
+    updated = trainer.optimizer.master if dtype == "bfloat16" else flat(trainer.params)
+    updated = views(params.table, updated.get().view(np.uint8))
+    for name, row in params.table.items():
+        rows = slice(V if row.vocabulary else None)
+        before, after, expected, grad, expected_grad = (getattr(x, name)[rows] for x in (
+            params, updated, ours.params, trainer.grads, ours.grads))
+        assert np.linalg.norm(grad.get() - expected_grad) <= tolerance / 4 * np.linalg.norm(expected_grad), name
+        assert np.linalg.norm(after - expected) <= tolerance * np.linalg.norm(expected - before), name
+
+
+def test_a_run_on_a_gpu(gpu, workplace):
+    """A graph, single launches and a resumed run give the same bits; several GPUs and text are refused."""
+    flags = "-e", "s2", "-b", 2, "-t", 32, "-v", 4, "-n", 4, "-d", 128, "-x", 8, "-o"
+    for directory, more in (("graph", ()), ("launches", ("--graph", 0)), ("parts", ("-y", 1))):
+        if directory == "parts":
+            shutil.copytree("graph", "parts")
+            for path in Path("parts").glob("*00000008*"):
+                path.unlink()
+        run_program("train_speedrun_cuda.py", *flags, directory, *more)
+    for name in ("model_00000008.bin", "state_00000008_00000.bin"):
+        assert len({(workplace / directory / name).read_bytes() for directory in ("graph", "launches", "parts")}) == 1
+    for more, words in ((("--gpus", 2), "--gpus"), (("-s", 2), "generate.py draws text"), (("--dtype", "fp8"), "fp8")):
+        assert_one_line_error(run_program("train_speedrun_cuda.py", *flags, "more", *more, check=False), words)

@@ -289,7 +289,7 @@ def chunks_of(count, decay=0.0):
     chunks = np.zeros(blocks(count, UPDATE_CHUNK), CHUNKS)
     chunks["local"] = chunks["flat"] = chunks["received"] = UPDATE_CHUNK * np.arange(chunks.size)
     chunks["count"] = np.minimum(UPDATE_CHUNK, count - chunks["flat"])
-    chunks["index"], chunks["decay"] = np.arange(chunks.size), decay
+    chunks["index"], chunks["rate"], chunks["decay"] = np.arange(chunks.size), 1.0, decay
     return chunks.view(np.uint8)
 
 

@@ -28,7 +28,7 @@ __device__ __forceinline__ void gelu_strip(element* out, element* strip) {
     const Squares from(strip), to(out);
     uint32 x[3][4];
     float e[2][8];
-    const auto begin = [&](int n, int k) { e[n % 2][k] = exp2_approx(exponent(number(x[n % 3], k))); };
+    const auto begin = [&](int n, int k) { e[n % 2][k] = begin_gate(number(x[n % 3], k)); };
     from.load(x[0], 0);
     from.load(x[1], 1);
 #pragma unroll
@@ -39,7 +39,7 @@ __device__ __forceinline__ void gelu_strip(element* out, element* strip) {
         if (n < 6) from.load(x[(n + 2) % 3], n + 2);
 #pragma unroll
         for (int k = 0; k < 8; k++) {
-            s[k] = inverse_of_1_plus(s[k]);
+            s[k] = end_gate(s[k]);
             if (n < 7) begin(n + 1, k);
         }
         uint32 pairs[4];

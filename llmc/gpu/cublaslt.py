@@ -12,6 +12,7 @@ WORKSPACE = 32 << 20  # bytes, as cuBLAS recommends for Hopper
 FLOAT32, BFLOAT16 = 0, 14  # cudaDataType_t
 COMPUTE_FLOAT32, COMPUTE_TF32 = 68, 77  # cublasComputeType_t
 TRANSA, TRANSB, EPILOGUE, BIAS_POINTER = 3, 4, 7, 8  # cublasLtMatmulDescAttributes_t
+BATCH_COUNT, BATCH_STRIDE = 5, 6  # cublasLtMatrixLayoutAttribute_t
 MAX_WORKSPACE_BYTES, REDUCTION_SCHEME_MASK, MIN_ALIGNMENT_A_BYTES = 1, 3, 5  # cublasLtMatmulPreferenceAttributes_t
 ADD_BIAS, ADD_UP_IN_FLOAT32 = 4, 2  # cublasLtEpilogue_t; cublasLtReductionScheme_t
 PROPOSAL = np.dtype([("algorithm", "u8", 8), ("workspace", "u8"), ("state", "i4"), ("waves", "f4"), ("rest", "i4", 4)])
@@ -25,6 +26,7 @@ FUNCTIONS = {
     "cublasLtMatmulDescCreate": (POINTER, INT, INT),
     "cublasLtMatmulDescSetAttribute": (POINTER, INT, POINTER, SIZE),
     "cublasLtMatrixLayoutCreate": (POINTER, INT, SIZE, SIZE, SIZE),
+    "cublasLtMatrixLayoutSetAttribute": (POINTER, INT, POINTER, SIZE),
     "cublasLtMatmulPreferenceCreate": (POINTER,),
     "cublasLtMatmulPreferenceSetAttribute": (POINTER, INT, POINTER, SIZE),
     "cublasLtMatmulAlgoGetHeuristic": (*[POINTER] * 7, INT, POINTER, POINTER),
@@ -66,7 +68,8 @@ class CublasLt:
         return handle
 
     def multiply(self, out, a, b, bias=None, accumulate=False, scale=1.0):
-        """out (M,N) = (+=) scale * a (M,K) @ b (K,N) + bias (N,). Arrays are row-major; a and b may be transposed."""
+        """out (M,N) = (+=) scale * a (M,K) @ b (K,N) + bias (N,); or stacks of matrices, (n,M,N) and so on. Arrays are
+        row-major; a and b may be transposed."""
         plan = self.plan(out, a, b, bias)
         scales = np.array([scale, accumulate], np.float32)
         if bias is not None:
@@ -88,12 +91,12 @@ class CublasLt:
     def plan(self, out, a, b, bias):
         """A matmul's description for cuBLASLt, made once for each shape. cuBLASLt is column-major: our (M,N) array is
         its (N,M) matrix, so our b is its first operand (m,k) and our a its second (k,n)."""
-        (n, k), m = a.shape, b.shape[1]
+        *stack, n, k, m = *a.shape, b.shape[-1]
         first, second = is_transposed(b), is_transposed(a)  # whether cuBLASLt has to transpose its operand
-        stride = (a.T if second else a).strides[0] // a.itemsize  # from one column of the second operand to the next
+        stride = max(a.strides[-2:]) // a.itemsize  # from one column of the second operand to the next
         to = FLOAT32 if out.dtype == np.float32 else BFLOAT16
         aligned = tuple(min(256, array.data.ptr & -array.data.ptr) for array in (b, a, out))
-        key = first, second, m, n, k, stride, bias is None, to, aligned
+        key = first, second, m, n, k, stride, bias is None, to, aligned, *stack
         if key not in self.plans:
             compute = COMPUTE_TF32 if self.precision.matmul == "tf32" else COMPUTE_FLOAT32
             description = self.create("cublasLtMatmulDescCreate", compute, FLOAT32)
@@ -107,6 +110,9 @@ class CublasLt:
                        "out": (to, m, n, m)}
             plan = SimpleNamespace(description=description, **{
                 name: self.create("cublasLtMatrixLayoutCreate", *layout) for name, layout in layouts.items()})
+            for layout, array in ((plan.a, a), (plan.b, b), (plan.out, out)) if stack else ():
+                self.set("MatrixLayout", layout, BATCH_COUNT, np.int32(stack[0]))
+                self.set("MatrixLayout", layout, BATCH_STRIDE, np.int64(array.strides[0] // array.itemsize))
             plan.proposal = self.propose(plan, aligned)
             self.plans[key] = plan
         return self.plans[key]
@@ -133,5 +139,5 @@ class CublasLt:
 
 
 def is_transposed(array):
-    """Whether a two-dimensional array is the transpose of a row-major one."""
-    return array.strides[1] != array.itemsize
+    """Whether an array of matrices is the transpose of a row-major one."""
+    return array.strides[-1] != array.itemsize

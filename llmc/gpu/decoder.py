@@ -245,8 +245,10 @@ def share_first(tensor, stream):
 
 def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):
     """A Decoder on this GPU for a model on the host. Raises UserError for a model that is too large for the kernels or
-    this GPU."""
+    this GPU, or if its page has no kernels for text."""
     check_sizes(config)
+    if not architecture.decode_layers:
+        raise UserError(f"{architecture.TITLE} has no kernels for text")
     precision = Precision(resolve_dtype(dtype, gpu.arch), tf32=0)
     geometry = launch_geometry(config, precision, gpu.arch)
     vars(geometry).update(decode_geometry(architecture, config, precision, gpu.shared))

@@ -31,6 +31,7 @@ KERNELS = {  # layer -> its kernels
     "layernorm": ("residual_layernorm_forward", "layernorm_backward"),
     "rmsnorm": ("residual_rmsnorm_forward", "rmsnorm_backward"),
     "rope": ("rope_forward",),
+    "qknorm": ("qknorm_forward", "qknorm_backward"),
     "attention": ("attention_forward", "attention_backward_dquery", "attention_backward_dkv"),
     "gelu": ("gelu_forward", "gelu_backward"),
     "swiglu": ("swiglu_forward", "swiglu_backward"),
@@ -47,9 +48,11 @@ KERNELS = {  # layer -> its kernels
     "column_sums": ("column_sums",),
     "update": ("copy_batch", "loss_mean", "add_gradients", "global_norm", "prepare_update", "adamw_update",
                "round_weights"),
+    "muon": ("muon_momentum", "muon_normalize", "muon_polynomial", "muon_update"),
 }
 ATTENTION_FP8 = ("attention_backward_dquery_fp8", "attention_backward_dkv_fp8")  # Hopper only
 OWN_MATMULS = "matmul", "matmul_swiglu", "matmul_fp8"  # layers
+UPDATE = {"UPDATE_THREADS": 256, "UPDATE_LOSS_THREADS": 1024, "UPDATE_ADAMW_NUMBERS": 4, "UPDATE_CHUNK": UPDATE_CHUNK}
 SHARED = {  # kernel -> the constant that says how many bytes of dynamic shared memory its blocks have
     "layernorm_backward": "LAYERNORM_SHARED", "rmsnorm_backward": "LAYERNORM_SHARED", "classifier": "CLASSIFIER_SHARED",
     "attention_forward": "ATTENTION_FORWARD_SHARED",
@@ -96,7 +99,8 @@ def kernel_files(architecture, config, precision, arch, matmul="auto"):
     if ours:
         names |= {layer: f"hopper/{layer}" for layer in names if layer in OWN_MATMULS}
     more = {"hopper/attention": ATTENTION_FP8} if precision.fp8 else {}
-    files, constants, geometry = {}, model_constants(config, precision), layer_geometry(config, precision, arch)
+    files, geometry = {}, layer_geometry(config, precision, arch)
+    constants = model_constants(config, precision) | architecture.CONSTANTS
     for layer, name in names.items():
         kernels = KERNELS[layer] + more.get(name, ())
         shared = {kernel: geometry[layer][SHARED[kernel]] for kernel in kernels if kernel in SHARED}
@@ -126,6 +130,7 @@ def layer_geometry(config, precision, arch):
         "rmsnorm": layernorm_geometry(config, precision, arch),
         "norm_fp8": layernorm_geometry(config, precision, arch) | norm_fp8_geometry(config),
         "rope": {},
+        "qknorm": {"QKNORM_COLUMN_THREADS": WARP, "QKNORM_ROW_GROUPS": 8},
         "attention": attention_geometry(config, precision, arch),
         "gelu": {"GELU_COLUMN_THREADS": WARP, "GELU_ROW_GROUPS": 8},
         "swiglu": {},
@@ -136,8 +141,7 @@ def layer_geometry(config, precision, arch):
         "classifier": classifier_geometry(config, precision, arch),
         "transpose": {"TRANSPOSE_SIDE": 64, "TRANSPOSE_THREADS": 256},
         "column_sums": {"COLUMN_SUMS_THREADS": 512, "COLUMN_SUMS_COLUMNS": WARP},
-        "update": {"UPDATE_THREADS": 256, "UPDATE_LOSS_THREADS": 1024, "UPDATE_ADAMW_NUMBERS": 4,
-                   "UPDATE_CHUNK": UPDATE_CHUNK},
+        "update": UPDATE, "muon": UPDATE,
     }
 
 

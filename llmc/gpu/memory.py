@@ -24,7 +24,7 @@ def memory_plan(architecture, config, settings, device, text=False):
     """What the trainer allocates: [(bytes, what for)]. text: a Decoder, too."""
     B, T, precision, ranks = settings.B, settings.T, settings.precision, settings.gpus
     shares = Shares(architecture.parameter_table(config), ranks)
-    state = architecture.Optimizer.table(settings, shares.share_size(ranks - 1))
+    state = architecture.Optimizer.table(settings, shares, ranks - 1)
     tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
     operands = []
     if precision.fp8:

@@ -17,7 +17,7 @@ from llmc.files import HEADER_BYTES, open_input, read_into
 PARTS = 16  # of a segment, which no chunk crosses: chunks are the same for any number of ranks that divides 16
 UPDATE_CHUNK = 8192  # elements, at most
 CHUNKS = np.dtype([("local", "i8"), ("flat", "i8"), ("received", "i8"), ("stride", "i4"), ("count", "i4"),
-                   ("index", "i4"), ("decay", "f4"), ("at_random", "i4")], align=True)  # struct Chunk of update.cu
+                   ("index", "i4"), ("rate", "f4"), ("decay", "f4"), ("at_random", "i4")], align=True)  # update.cuh's
 LARGE = 1 << 22  # elements
 REST = None, None  # instead of a matrix's (name, layer): embeddings, biases, layernorms
 
@@ -53,13 +53,13 @@ def cut(size, part, parts, llmc=False):
 class Shares:
     """How `ranks` ranks divide a table of parameters."""
 
-    def __init__(self, table, ranks, weight_decay=0.0, decay_all=False, llmc=False):
-        """llmc: divide as llm.c does, which cuts every tensor layer by layer."""
+    def __init__(self, table, ranks, weight_decay=0.0, decay_all=False, llmc=False, rates=None):
+        """llmc: divide as llm.c does, which cuts every tensor layer by layer. rates: AdamW.RATES."""
         self.table, self.ranks, self.cut, self.segments = table, ranks, functools.partial(cut, llmc=llmc), []
-        self.spans, self.size = [], 0  # (begin, weight decay, whether rounded at random), until the next one's begin
+        self.spans, self.size = [], 0  # (begin, rate, decay, whether rounded at random), until the next one's begin
         for name, row in table.items():
             is_matrix = row.stacked and row.decays
-            treatment = weight_decay if decay_all or row.decays else 0.0, row.ones
+            treatment = (rates or {}).get(name, 1.0), weight_decay if decay_all or row.decays else 0.0, row.ones
             if not self.spans or self.spans[-1][1:] != treatment:
                 self.spans.append((self.size, *treatment))
             count = row.shape[0] if is_matrix or row.stacked and llmc else 1
@@ -112,7 +112,7 @@ class Shares:
         other layers' matrices; and how many chunks all ranks have. Sums over all parameters add up the chunks' in the
         order of `index`. received: where rank 0's gradients begin in the receive buffer; stride: from one rank's to the
         next's."""
-        groups, index, starts = ([], [], []), 0, [start for start, _, _ in self.spans]
+        groups, index, starts = ([], [], []), 0, [start for start, *_ in self.spans]
         owned = {piece.segment.begin: piece for piece in self.pieces(rank)}
         for _, layer, begin, size in self.segments:
             chunks = groups[0 if layer == 0 else 1 if layer is None else 2]
@@ -120,13 +120,13 @@ class Shares:
             edges |= {start for start in starts if begin < start < begin + size}
             piece = owned.get(begin)
             for edge, end in itertools.pairwise(sorted(edges)):
-                _, decay, at_random = self.spans[bisect.bisect(starts, edge) - 1]
+                treatment = self.spans[bisect.bisect(starts, edge) - 1][1:]
                 for flat in range(edge, end, UPDATE_CHUNK):
                     count = min(UPDATE_CHUNK, end - flat)
                     if piece and piece.begin <= flat < piece.begin + piece.size:
                         within = flat - piece.begin
                         chunks.append((piece.local + within, flat, piece.received + within, piece.size, count, index,
-                                       decay, at_random))
+                                       *treatment))
                     index += 1
         ends = np.cumsum([len(chunks) for chunks in groups]).tolist()
         return np.array([chunk for chunks in groups for chunk in chunks], CHUNKS), ends, index

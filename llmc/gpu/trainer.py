@@ -126,7 +126,7 @@ class Trainer(ForwardPasses):
     """A model in training: its weights, gradients and optimizer on the GPU. Everything is allocated here, once. Each of
     several GPUs computes the gradients of its own micro-batches, and updates its share of the weights."""
 
-    fp8 = None  # in a run of --dtype fp8, an Fp8
+    fp8 = decoder = None  # in a run of --dtype fp8, an Fp8; with text, a Decoder
 
     def __init__(self, architecture, config, settings, matmul, params, ranks=SINGLE_PROCESS, text=False):
         """architecture: a class like GPT2; params: float32 Tensors on the host; ranks: a Ranks; text: with a Decoder.
@@ -149,13 +149,14 @@ class Trainer(ForwardPasses):
         with device.stream:
             self.params = self.allocate_shared(architecture.parameter_table(config, self.precision.dtype))
             self.grads = self.allocate_shared(architecture.parameter_table(config, self.precision.grads))
-            self.shares = Shares(self.params.table, ranks.size, settings.weight_decay, settings.decay == "all")
+            self.shares = Shares(self.params.table, ranks.size, optimizer.DECAY * settings.weight_decay,
+                                 settings.decay == "all", rates=optimizer.RATES)
             grads = received = flat(self.grads)  # received: of all ranks
             if ranks.size > 1:
                 received = self.peers.allocate(self.shares.received_size() * grads.itemsize).view(grads.dtype)
                 messages = zero.Messages(self.peers, self.shares, ranks.rank, flat(self.params), grads, received)
                 self.several = zero.Several(device, ranks, self.peers, self.shares, messages, settings.own_micro_steps)
-            self.optimizer = optimizer(device, settings, flat(self.params), received, self.shares, ranks.rank)
+            self.optimizer = optimizer(matmul, settings, flat(self.params), received, self.shares, ranks.rank)
             self.set_params(params)
             self.model = self.make_model(settings.B, settings.T)
             if self.precision.fp8:

@@ -1,0 +1,94 @@
+// Queries and keys, each head normalized, scaled and rotated. Henry et al. 2020, https://arxiv.org/abs/2010.04245
+//
+//     forward   each query and key x becomes rotate(scale * x * rstd), rstd = 1 / sqrt(mean(x^2) + eps)
+//               scale: of queries; of keys, it is 1                                     qkv = (in place), rstd =
+//     backward  with y, that result, and d, its gradient, over each head: dx = rstd * (scale * d - y * mean(d * y) /
+//               scale), rotated back
+//               partials[block] = the column sums of dqkv, values included              dqkv = (in place), partials =
+//
+// qkv, dqkv (N,3C): query, key, value; rstd (N,2NH) float32; rope (T,HS/2): see rope.cuh. A rotation changes no product
+// of d and y, and may be undone last. The column sums are the gradient of the bias that was added to make qkv.
+//
+// Bound by bytes: forward moves 4 elements for each of C channels, backward 8.
+
+#include "rope.cuh"
+
+constexpr int LANES = HS / PACK;  // that share a head
+static_assert(LANES * PACK == HS && LANES <= 32 && (LANES & LANES - 1) == 0, "a head has 1, 2, 4.. lanes of a warp");
+constexpr int COLUMN_THREADS = QKNORM_COLUMN_THREADS, ROWS = QKNORM_ROW_GROUPS;
+static_assert(COLUMN_THREADS == 32, "a warp has a head's lanes side by side");
+
+__device__ inline float head_sum(float x) {
+#pragma unroll
+    for (int distance = LANES / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffff, x, distance);
+    return x;
+}
+
+// One thread per pack of queries and keys; grid (N*(Q+KV) / PACK / 256).
+extern "C" __global__ void qknorm_forward(element* qkv, float* rstd, const float2* rope, float scale, float eps, int N,
+                                          int T) {
+    const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
+    const bool exists = i < int64(N) * (Q + KV);
+    const int row = i / (Q + KV), c = i % (Q + KV);
+    element* const at = qkv + int64(row) * QKV + c;
+    Floats x = {};
+    if (exists) x = load(at);
+    float squares = 0.0f;
+#pragma unroll
+    for (int k = 0; k < PACK; k++) squares += x.x[k] * x.x[k];
+    const float r = 1.0f / sqrtf(head_sum(squares) / HS + eps), factor = c < Q ? r * scale : r;
+    if (!exists) return;
+    const float2* const angles = rope + int64(row % T) * (HS / 2) + c % HS / 2;
+#pragma unroll
+    for (int k = 0; k < PACK; k += 2) {
+        const float2 pair = rotated(x.x[k] * factor, x.x[k + 1] * factor, angles[k / 2]);
+        x.x[k] = pair.x, x.x[k + 1] = pair.y;
+    }
+    store(at, x);
+    if (c % HS == 0) rstd[int64(row) * (NH + NKV) + c / HS] = r;
+}
+
+// Block (COLUMN_THREADS, ROWS): a thread has one pack of columns in every ROWS-th of the block's rows. Grid (QKV /
+// (COLUMN_THREADS * PACK) rounded up, any number of blocks that share the rows); partials (gridDim.y, QKV) float32.
+extern "C" __global__ void __launch_bounds__(COLUMN_THREADS * ROWS)
+qknorm_backward(element* dqkv, float* partials, const element* qkv, const float* rstd, const float2* rope, float scale,
+                int N, int T) {
+    const int c = (blockIdx.x * COLUMN_THREADS + threadIdx.x) * PACK;
+    const int rows = (N + gridDim.y - 1) / gridDim.y;
+    const int begin = blockIdx.y * rows, end = min(N, begin + rows);
+    const float s = c < Q ? scale : 1.0f;
+    Floats sum = {};
+    for (int row = begin + threadIdx.y; row < end; row += ROWS) {
+        const int64 i = int64(row) * QKV + c;
+        Floats d = {}, y = {};
+        if (c < QKV) d = load(dqkv + i);
+        if (c < Q + KV) y = load(qkv + i);
+        float products = 0.0f;
+#pragma unroll
+        for (int k = 0; k < PACK; k++) products += d.x[k] * y.x[k];
+        const float mean = head_sum(products) / HS / s;  // by all lanes of the warp
+        if (c < Q + KV) {
+            const float r = rstd[int64(row) * (NH + NKV) + c / HS];
+            const float2* const angles = rope + int64(row % T) * (HS / 2) + c % HS / 2;
+#pragma unroll
+            for (int k = 0; k < PACK; k += 2) {
+                const float2 pair = rotated_back(r * (s * d.x[k] - y.x[k] * mean),
+                                                 r * (s * d.x[k + 1] - y.x[k + 1] * mean), angles[k / 2]);
+                d.x[k] = pair.x, d.x[k + 1] = pair.y;
+            }
+            store(dqkv + i, d);
+        }
+#pragma unroll
+        for (int k = 0; k < PACK; k++) sum.x[k] += d.x[k];
+    }
+    __shared__ Floats sums[ROWS][COLUMN_THREADS];
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y > 0 || c >= QKV) return;
+    for (int i = 1; i < ROWS; i++) {
+#pragma unroll
+        for (int k = 0; k < PACK; k++) sum.x[k] += sums[i][threadIdx.x].x[k];
+    }
+#pragma unroll
+    for (int k = 0; k < PACK; k++) partials[int64(blockIdx.y) * QKV + c + k] = sum.x[k];
+}

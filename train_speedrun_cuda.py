@@ -1,0 +1,332 @@
+"""
+Today's speed run on a GPU: its GPT and Muon, by CUDA kernels of our own.
+
+The chapters are train_speedrun.py's; what architectures do alike is on GPT-2's and Llama 3's pages: read
+these pages first. Squared ReLU takes GELU's place in its kernels, and so is in the matmuls' epilogues on Hopper;
+the cap is in the classifier; QK-norm and the rotation are one pass after the qkv matmul, and one after attention's
+gradient. Muon works on all matrices of a shape at once; its matmuls are cuBLASLt's, in the run's dtype.
+
+    python train_speedrun_cuda.py -e s12 -i "data/fineweb_train_*.bin" -b 64 -d 524288 -x 3250 -o runs/speedrun
+
+One GPU, bfloat16 or float32; generate.py draws text from its checkpoints on the CPU.
+"""
+
+import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+import train_gpt2_cuda
+import train_speedrun
+from llmc.errors import UserError, run_main
+from llmc.gpu.geometry import BLOCK_THREADS, ENCODER_PIECE, MATMUL_ROWS, blocks, pack
+from llmc.gpu.matmul import rows
+from llmc.gpu.shares import CHUNKS
+from llmc.settings import with_default
+from llmc.tensors import Row
+from train_gpt2_cuda import (GPT2, AdamW, CudaSettings, attention_backward, attention_forward, column_sums,
+                             encoder_backward, encoder_forward, main, matmul_gelu_backward_inp, matmul_gelu_forward)
+from train_llama3_cuda import residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward
+from train_speedrun import (CAP, EPS, EXACT, FAST, SCALE, SIZES, SpeedrunSettings, parameter_table, random_model,
+                            rope_table)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# settings
+
+OWN = {name: with_default(SpeedrunSettings, name, getattr(SpeedrunSettings, name)) for name in (
+    "model", "learning_rate", "weight_decay", "decay", "schedule", "beta1", "beta2", "eps")}
+
+
+@dataclass
+class SpeedrunCudaSettings(CudaSettings):
+    """GPT-2's, with the speed run's optimizer."""
+
+    model: str = OWN["model"]
+    learning_rate: float = OWN["learning_rate"]
+    weight_decay: float = OWN["weight_decay"]
+    decay: str = OWN["decay"]
+    schedule: str = OWN["schedule"]
+    beta1: float = OWN["beta1"]
+    beta2: float = OWN["beta2"]
+    eps: float = OWN["eps"]
+    sample_every: int = with_default(CudaSettings, "sample_every", 0, "0: this page draws no text (generate.py does)")
+
+    FROM_SCRATCH = {**SpeedrunSettings.FROM_SCRATCH, "B": 4, "sample_every": 0}
+
+    @classmethod
+    def from_scratch(cls, depth, given):
+        return {**super().from_scratch(depth, given), "learning_rate": cls.learning_rate, "warmup_steps": 0}
+
+
+def resolve_auto(settings, arch):
+    """As GPT-2's; raises UserError for what this page does not have yet."""
+    settings = train_gpt2_cuda.resolve_auto(replace(settings, recompute=max(0, settings.recompute)), arch)
+    for flag, value, instead in (
+            ("--gpus", settings.gpus > 1, "one GPU"), ("--dtype fp8", settings.precision.fp8, "bfloat16"),
+            ("-s", settings.sample_every, "0: generate.py draws text"), ("--recompute", settings.recompute, "0"),
+            ("--matmul kernels", settings.matmul == "kernels", "auto")):
+        if value:
+            raise UserError(f"{flag}: train_speedrun_cuda.py has {instead}")
+    return settings
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# layout: the tables of activations
+
+RECOMPUTED = {0: ()}
+READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_relu2", "logits": "lnf"}  # as GPT-2's
+
+
+def activation_table(config, B, T, precision, recompute):
+    """name -> Row for what the forward pass saves for the backward pass."""
+    L, NH, C, dtype = config.L, config.NH, config.C, precision.dtype
+    return {
+        "embedded": Row((B, T, C), precision.residual),
+        "ln0": Row((B, T, C), dtype),
+        "ln0_rstd": Row((B, T)),
+        "encoded": Row((B, T, C), precision.residual),
+        "ln1": Row((L, B, T, C), dtype, stacked=True),
+        "ln1_rstd": Row((L, B, T), stacked=True),
+        "qkv": Row((L, B, T, 3 * C), dtype, stacked=True),  # queries and keys normalized and rotated
+        "qk_rstd": Row((L, B, T, 2 * NH), stacked=True),
+        "atty": Row((L, B, T, C), dtype, stacked=True),
+        "lse": Row((L, B, NH, T), stacked=True),
+        "residual2": Row((L, B, T, C), precision.residual, stacked=True),
+        "ln2": Row((L, B, T, C), dtype, stacked=True),
+        "ln2_rstd": Row((L, B, T), stacked=True),
+        "fch": Row((L, B, T, 4 * C), dtype, stacked=True),
+        "fch_relu2": Row((L, B, T, 4 * C), dtype, stacked=True),
+        "residual3": Row((L, B, T, C), precision.residual, stacked=True),
+        "lnf": Row((B, T, C), dtype),
+        "lnf_rstd": Row((B, T)),
+        "losses": Row((B, T)),
+    }
+
+
+def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
+    """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
+    L, NH, C, dtype = config.L, config.NH, config.C, precision.dtype
+    norm_rows = min(geometry.LAYERNORM_BLOCKS * sm_count, blocks(B * T, geometry.LAYERNORM_ROWS))
+    tiles = blocks(B * T, MATMUL_ROWS)
+    return {
+        "forward": {"branch": Row((B, T, C), dtype)},
+        "classifier": {"logits": Row((B, T, config.Vp), dtype)},  # overwritten with their gradient
+        "backward": {
+            "dfch": Row((B, T, 4 * C), dtype),
+            "dqkv": Row((B, T, 3 * C), dtype),
+            "D": Row((B, NH, T)),  # within attention_backward
+            # partial sums over rows, until column_sums adds them up
+            "lnf_partials": Row((norm_rows, 2 * C)),
+            "relu2_partials": Row((L, tiles, 4 * C), stacked=True),
+            "ln2_partials": Row((L, norm_rows, 2 * C), stacked=True),
+            "qknorm_partials": Row((L, tiles, 3 * C), stacked=True),
+            "ln1_partials": Row((L, norm_rows, 2 * C), stacked=True),
+            "ln0_partials": Row((norm_rows, 2 * C)),
+            "wte_partials": Row((blocks(2 * B * T, ENCODER_PIECE), C)),  # within encoder_backward
+        },
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# layers, under the names of train_speedrun.py
+
+
+def qknorm_forward(device, qkv, rstd, rope, B, T, NH, HS):
+    """Normalize, scale and rotate, in place, the queries and keys of qkv (B,T,3C); rstd (B,T,2NH) =. rope (T,HS/2,2):
+    cosines and sines."""
+    grid = (blocks(B * T * 2 * NH * HS, BLOCK_THREADS * pack(qkv)),)
+    device.launch("qknorm_forward", grid, (BLOCK_THREADS,), qkv, rstd, rope, SCALE * math.sqrt(HS), EPS, B * T, T)
+
+
+def qknorm_backward(device, dqkv, partials, qkv, rstd, rope, B, T, NH, HS):
+    """Turn dqkv (B,T,3C), in place, from the gradient of what qknorm_forward wrote into that of what it read; partials
+    (blocks, 3C) =, for column_sums: of dqkv."""
+    g = device.geometry
+    grid = blocks(dqkv.shape[-1], g.QKNORM_COLUMN_THREADS * pack(dqkv)), partials.shape[0]
+    device.launch("qknorm_backward", grid, (g.QKNORM_COLUMN_THREADS, g.QKNORM_ROW_GROUPS), dqkv, partials, qkv, rstd,
+                  rope, SCALE * math.sqrt(HS), B * T, T)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# optimizer
+
+
+class Muon(AdamW):
+    """Muon for the layers' matrices; AdamW, whose launches these are, for the rest."""
+
+    MATRICES, MOMENTUM = train_speedrun.Muon.MATRICES, train_speedrun.Muon.MOMENTUM
+    RATES, DECAY = train_speedrun.Muon.RATES, train_speedrun.Muon.DECAY
+    BLOCKS = 32  # at most, on a matrix
+
+    @classmethod
+    def stacks(cls, table):
+        """name -> (first element, matrices, rows, columns) of the matrices of a name, which lie one after the other."""
+        begin, found = 0, {}
+        for name, row in table.items():
+            if parts := cls.MATRICES.get(name):
+                L, OC, C = row.shape
+                found[name] = begin, L * parts, OC // parts, C
+            begin += row.size
+        return found
+
+    @classmethod
+    def table(cls, settings, shares, rank):
+        dtype, stacks = settings.precision.dtype, [stack[1:] for stack in cls.stacks(shares.table).values()]
+        most = max(n * OC * C for n, OC, C in stacks)
+        return AdamW.table(settings, shares, rank) | {
+            "x": Row((most,), dtype), "y": Row((most,), dtype),  # scratch, as the others
+            "squares": Row((3, max(n * min(OC, C)**2 for n, OC, C in stacks)), dtype),
+            "partials": Row((cls.BLOCKS * max(n for n, _, _ in stacks),)),
+        }
+
+    def __init__(self, matmul, settings, params, grads, shares, rank):
+        super().__init__(matmul, settings, params, grads, shares, rank)
+        self.matmul = matmul
+        first, rest, _ = (CHUNKS.itemsize * end for end in self.ends)
+        self.groups["rest"], self.at = self.groups["all"][first:rest], self.stacks(shares.table)
+        self.newton_schulz = EXACT if settings.update_tokens >= 2**17 else FAST
+
+    def update(self):
+        self.update_of("rest")
+        for begin, n, OC, C in self.at.values():
+            with self.device.span(f"muon {OC} x {C}"):
+                self.update_stack(slice(begin, begin + n * OC * C), n, OC, C)
+
+    def update_stack(self, part, n, OC, C):
+        """The update of n matrices (OC,C), elements `part` of the flat buffers."""
+        launch, settings, size, side, is_tall = self.launch, self.settings, OC * C, min(OC, C), OC > C
+        multiply, (steps, (a, b, c)) = self.matmul.cublaslt.multiply, self.newton_schulz
+        x, y = (array[: n * size].reshape(n, OC, C) for array in (self.x, self.y))
+        square, fourth, polynomial = (array[: n * side**2].reshape(n, side, side) for array in self.squares)
+        sums, master = (array if array is None else array[part] for array in (self.sums, self.master))
+        launch("muon_momentum", n, size, self.m[part], x, self.partials, sums, self.grads[part], self.control,
+               self.MOMENTUM)
+        launch("muon_normalize", n, size, x, self.partials)
+        for _ in range(steps):
+            transposed = x.swapaxes(1, 2)
+            multiply(square, *((transposed, x) if is_tall else (x, transposed)))
+            multiply(fourth, square, square)
+            launch("muon_polynomial", n, side**2, polynomial, square, fourth, a, b, c, side)
+            multiply(y, *((x, polynomial) if is_tall else (polynomial, x)))
+            x, y = y, x
+        launch("muon_update", n, size, self.params[part], master, x, self.control, math.sqrt(max(1.0, OC / C)),
+               settings.weight_decay, np.int64(part.start), settings.stochastic_rounding)
+
+    def launch(self, name, n, size, *arguments):
+        g = self.device.geometry
+        grid = min(self.BLOCKS, blocks(size, g.UPDATE_THREADS * g.UPDATE_ADAMW_NUMBERS)), n
+        self.device.launch(name, grid, (g.UPDATE_THREADS,), *arguments, *([size] if name != "muon_polynomial" else []))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# model
+
+
+class Speedrun(GPT2):
+    """The architecture; loss, buffers and views are GPT-2's."""
+
+    TITLE, MAGIC, Config = train_speedrun.Speedrun.TITLE, train_speedrun.Speedrun.MAGIC, train_speedrun.Config
+    Settings = SpeedrunCudaSettings
+    KERNELS = ("encoder", "rmsnorm", "qknorm", "attention", "gelu", "matmul", "classifier", "transpose", "column_sums",
+               "update", "muon")
+    CONSTANTS = {"MODEL_RELU2": 1, "MODEL_BIASES": 1, "MODEL_CAP": f"{CAP}f"}
+    READS, RECOMPUTED, Optimizer = READS, RECOMPUTED, Muon
+    SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
+    activation_table, phase_tables = staticmethod(activation_table), staticmethod(phase_tables)
+    resolve_auto, decode_layers = staticmethod(resolve_auto), None  # no text
+
+    def linear(self, name, l=0):
+        if name != "logits":
+            return super().linear(name, l)
+        return super().linear(name)._replace(bias=self.params.lm_headb)
+
+    def head_of(self, tensors):
+        return tensors.lm_head
+
+    def activations(self, B, T):
+        acts = super().activations(B, T)
+        acts.rope = self.device.upload(np.stack(rope_table(self.config, T), axis=-1))  # (T,HS/2,2)
+        return acts
+
+    def trunk(self, acts, inputs):
+        """Token ids (B, T) on the GPU -> acts.lnf (B, T, C), as GPT-2's."""
+        device, linear, params, branch = self.device, self.linear, self.params, acts.branch
+        B, T, C, NH, HS = acts.B, acts.T, self.config.C, self.config.NH, self.config.HS
+
+        encoder_forward(device, acts.embedded, inputs, params.wte, None, B, T, C)
+        rmsnorm_forward(device, acts.ln0, acts.ln0_rstd, acts.embedded, params.ln0w, EPS, B, T, C)
+        residual, below, addend = acts.encoded, None, acts.ln0  # the stream begins with what the first norm leaves
+        for l in range(self.config.L):
+            p, a = self.param_layers[l], acts.layers[l]
+            residual_rmsnorm_forward(device, residual, a.ln1, a.ln1_rstd, below, addend, p.ln1w, EPS, B, T, C)
+            linear("qkv", l).forward(a.qkv, a.ln1)
+            qknorm_forward(device, a.qkv, a.qk_rstd, acts.rope, B, T, NH, HS)
+            attention_forward(device, a.atty, a.lse, a.qkv, B, T, NH, NH, HS)
+            linear("attproj", l).forward(branch, a.atty)
+            residual_rmsnorm_forward(device, a.residual2, a.ln2, a.ln2_rstd, residual, branch, p.ln2w, EPS, B, T, C)
+            matmul_gelu_forward(device, linear("fc", l), a.fch, a.fch_relu2, a.ln2, B * T, 4 * C)
+            linear("fcproj", l).forward(branch, a.fch_relu2)
+            residual, below, addend = a.residual3, a.residual2, branch
+        residual_rmsnorm_forward(device, residual, acts.lnf, acts.lnf_rstd, below, branch, params.lnfw, EPS, B, T, C)
+
+    def backward_head(self, acts, scale):
+        """As GPT-2's; dlm_headb = the sum of dlogits' rows, by a matmul with ones."""
+        super().backward_head(acts, scale)
+        N, dtype = acts.B * acts.T, acts.logits.dtype
+        ones = self.device.upload(np.full((1, N), 0x3F80 if dtype == np.uint16 else 1.0, dtype)).view(dtype)
+        self.matmul.cublaslt.multiply(self.grads.lm_headb.reshape(1, -1), ones, rows(acts.logits),
+                                      scale=scale / self.dlogits_scale(scale))
+
+    def backward(self, acts, inputs, scale):
+        """self.grads = the gradients of the last batch's loss, as GPT-2's."""
+        device, linear, params, grads, config = self.device, self.linear, self.params, self.grads, self.config
+        B, T, C, NH, HS, N = acts.B, acts.T, config.C, config.NH, config.HS, acts.B * acts.T
+        dresidual, dbranch, weight_gradient = acts.dresidual, acts.dbranch, self.weight_gradient
+        partials = []  # (partial sums, the gradients that column_sums makes of them): of biases and RMSNorms
+
+        self.backward_head(acts, scale)
+        rmsnorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3, params.lnfw,
+                         acts.lnf_rstd, False, B, T, C)
+        # dresidual's column sums, the second of the partials, are dfcprojb; after ln2's backward pass, dattprojb
+        partials.append((acts.lnf_partials, (grads.lnfw, self.grad_layers[-1].fcprojb)))
+        dfch_read = dqkv_read = None  # events after which dfch and dqkv may be overwritten
+        for l in reversed(range(config.L)):
+            p, a, g = self.param_layers[l], acts.backward_layers[l], self.grad_layers[l]
+            residual = acts.encoded if l == 0 else acts.layers[l - 1].residual3
+            fcprojb_below = self.grad_layers[l - 1].fcprojb if l > 0 else None
+
+            device.wait(dfch_read)
+            matmul_gelu_backward_inp(device, linear("fcproj", l), a.dfch, a.relu2_partials, None, dresidual, a.fch, N,
+                                     4 * C)
+            partials.append((a.relu2_partials, (g.fcb,)))
+            dresidual_read = weight_gradient("fcproj", l, dresidual, a.fch_relu2)
+            dfch_read = weight_gradient("fc", l, a.dfch, a.ln2)
+            linear("fc", l).backward_inp(dbranch, a.dfch)
+            device.wait(dresidual_read)
+            rmsnorm_backward(device, dresidual, a.ln2_partials, dbranch, a.residual2, p.ln2w, a.ln2_rstd, True, B, T, C)
+            partials.append((a.ln2_partials, (g.ln2w, g.attprojb)))
+            dresidual_read = weight_gradient("attproj", l, dresidual, a.atty)
+            linear("attproj", l).backward_inp(dbranch, dresidual)
+            device.wait(dqkv_read)
+            attention_backward(device, a.dqkv, acts.D, None, dbranch, a.qkv, a.atty, a.lse, None, B, T, NH, NH, HS)
+            qknorm_backward(device, a.dqkv, a.qknorm_partials, a.qkv, a.qk_rstd, acts.rope, B, T, NH, HS)
+            partials.append((a.qknorm_partials, (g.qkvb,)))
+            dqkv_read = weight_gradient("qkv", l, a.dqkv, a.ln1)
+            linear("qkv", l).backward_inp(dbranch, a.dqkv)
+            device.wait(dresidual_read)
+            rmsnorm_backward(device, dresidual, a.ln1_partials, dbranch, residual, p.ln1w, a.ln1_rstd, True, B, T, C)
+            partials.append((a.ln1_partials, (g.ln1w, fcprojb_below)))
+        rmsnorm_backward(device, dbranch, acts.ln0_partials, dresidual, acts.embedded, params.ln0w, acts.ln0_rstd,
+                         False, B, T, C)
+        partials.append((acts.ln0_partials, (grads.ln0w, None)))
+        column_sums(device, partials)
+        grads.wte.fill(0)  # a memset on the main stream
+        encoder_backward(device, grads.wte, None, acts.wte_partials, dbranch, inputs, B, T, C)
+        device.wait(dqkv_read)  # joins the side stream
+
+
+if __name__ == "__main__":
+    run_main(functools.partial(main, Speedrun))
