@@ -29,7 +29,6 @@ from llmc.errors import Parser, UserError, run_main
 from llmc.files import replacing
 from llmc.resume import checkpoint_paths, complete_checkpoints
 from llmc.tensors import flat, table_elements, views
-from train_gpt2 import adamw_update
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "look")
 MOST_TOKENS, MOST_MB, MOST_FRAMES, GRID = 64, 64, 12, 32
@@ -94,7 +93,7 @@ class Recorder:
     def __init__(self, model):
         self.tensors, self.contents, self.calls = [], [], []  # tensors: what the page is told of each
         self.gradients = {}  # "name|layer" -> the number of its gradient
-        self.newest, self.outputs, self.places, self.V = {}, {}, {}, model.config.V
+        self.newest, self.outputs, self.places, self.V, self.table = {}, {}, {}, model.config.V, model.params.table
         for kind in ("params", "grads", "acts", "scratch"):
             tensors = getattr(model, kind)
             for name, row in tensors.table.items():
@@ -138,7 +137,7 @@ class Recorder:
     def cut(self, x):
         """A copy, without the rows that pad the vocabulary."""
         kind, name, _ = self.place(x)
-        return x[: self.V].copy() if kind in ("params", "grads") and name in ("wte", "lm_head") else x.copy()
+        return x[: self.V].copy() if kind in ("params", "grads") and self.table[name].vocabulary else x.copy()
 
     def is_known(self, x, content):
         return x.ctypes.data in self.newest and same(self.contents[self.newest[x.ctypes.data]], content)
@@ -211,16 +210,16 @@ def guesses_after_layers(model, calls):
     return found
 
 
-def gradient_times_input(model, architecture, T):
+def gradient_times_input(model, architecture, T, embedded):
     """(T, T): how much the loss at position t (row) depends on the token at t2: the gradient with respect to its
-    embedding, times the embedding."""
+    embedding (1,T,C), times the embedding."""
     depends = np.zeros((T, T), np.float32)
 
     def call(t, f, arguments):
         if f.__name__ == "crossentropy_softmax_backward":
             arguments["dlosses"][...] = np.arange(T) == t
         if f.__name__ == "encoder_backward":
-            depends[t] = np.vecdot(arguments["dout"][0], model.acts.encoded[0])
+            depends[t] = np.vecdot(arguments["dout"][0], embedded[0])
         f(**arguments)
 
     for t in range(T):
@@ -230,9 +229,11 @@ def gradient_times_input(model, architecture, T):
 
 
 def update(model, path, settings, numbers):
-    """The optimizer's update by this step's gradients: of each matrix, in a grid of blocks, the weight that moved most.
-    The moments are those of a run's newest checkpoint, if there are; else it is a first update."""
+    """The optimizer's update by this step's gradients: of each matrix, in a grid of blocks, the weight that moved most;
+    rate: AdamW's learning rate there, None where it is Muon. The moments are those of a run's newest checkpoint, if
+    there are; else it is a first update."""
     optimizer, step, shown = model.optimizer, 0, {}
+    rates, others = getattr(optimizer, "RATES", {}), getattr(optimizer, "MATRICES", ())
     steps = complete_checkpoints(path) if os.path.isdir(path) else []
     if steps and os.path.exists(state := checkpoint_paths(path, steps[-1])[1]):
         step = read_optimizer_state(state, owned_by_one(optimizer))[0].step
@@ -245,11 +246,13 @@ def update(model, path, settings, numbers):
         for l in range(row.shape[0]) if row.stacked else ("",):
             parts = [x[l] if row.stacked else x[: model.config.V] if row.vocabulary else x for x in sources]
             at = most_in_blocks(np.abs(parts[0]))
-            shown[f"{name}|{l}"] = dict(at=at.tolist(), total=float(np.linalg.norm(parts[0])),
+            rate = None if name in others else settings.learning_rate * rates.get(name, 1.0)
+            shown[f"{name}|{l}"] = dict(at=at.tolist(), rate=rate, total=float(np.linalg.norm(parts[0])),
                                         values=[numbers.add(x.reshape(-1)[at], exact=True) for x in parts])
     lengths = np.linalg.norm(moved.wte[: model.config.V], axis=1)
+    decay = settings.weight_decay * getattr(optimizer, "DECAY", 1.0) if settings.decay == "all" else 0.0
     return dict(tensors=shown, step=step + 1, learning_rate=settings.learning_rate, beta1=settings.beta1,
-                beta2=settings.beta2, eps=settings.eps, weight_decay=settings.weight_decay,
+                beta2=settings.beta2, eps=settings.eps, weight_decay=decay, optimizer=type(optimizer).__name__,
                 embeddings=[[int(id), float(lengths[id])] for id in np.argsort(-lengths, kind="stable")[:12]])
 
 
@@ -304,12 +307,15 @@ def look(path, prompt, tokenizer=""):
 
     with watching(architecture, record):
         loss, forward = model.forward(inputs, targets), len(calls)
-    guesses, depends = guesses_after_layers(model, calls), gradient_times_input(model, architecture, T)
+    guesses, embedded = guesses_after_layers(model, calls), calls[0][1]["out"]
+    depends = gradient_times_input(model, architecture, T, embedded)
     with watching(architecture, record):
         model.backward()
+    update_of = {name: f for module in {type(model.optimizer).__module__, "train_gpt2"}
+                 for name, f in vars(sys.modules[module]).items() if name in ("adamw_update", "muon_update")}
     source = {f.__name__: dict(text=inspect.getsource(f), line=inspect.getsourcelines(f)[1],
                                file=os.path.basename(inspect.getsourcefile(f)))
-              for f in {adamw_update, *(f for f, _ in calls)}}
+              for f in {*update_of.values(), *(f for f, _ in calls)}}
     words = [opened.tokenizer.decode([id]) for id in range(config.V)]
     return dict(
         path=path, title=architecture.TITLE, model=config.describe(), loss=loss, ids=ids.tolist(), V=config.V,

@@ -222,6 +222,49 @@ const FORMULAS = {
     }],
   },
   residual_forward: { out: ["np.add(inp1", (c, e, ...at) => e.of(c.ins.inp1, ...at) + e.of(c.ins.inp2, ...at)] },
+  qknorm_forward: {
+    rstd: ["rstd[...] =", (c, e, t, h) => {
+      const { HS } = c.n, x = c.ins.qkv;
+      const mean = e.sum("squares of the head", HS, i => [[x, t, h * HS + i], [x, t, h * HS + i]]) / HS;
+      return e.is("1 / √(their mean)", 1 / Math.sqrt(mean + 2 ** -23));
+    }],
+    qkv: ["heads *= rstd", (c, e, t, j) => {
+      const h = Math.floor(j / c.n.HS), x = e.of(c.ins.qkv, t, j);
+      if (h >= 2 * c.n.NH) return e.is("a value: it is not normalized", x);
+      const y = e.is("times rstd", x * e.of(c.outs.rstd, t, h));
+      return h < c.n.NH ? e.is("a query: times 0.12 √HS", y * .12 * Math.sqrt(c.n.HS)) : y;
+    }],
+  },
+  relu2_forward: {
+    out: ["np.maximum", (c, e, ...at) => e.is("max(x, 0)²", Math.max(0, e.of(c.ins.inp, ...at)) ** 2)],
+  },
+  relu2_backward: {
+    dinp: ["np.multiply", (c, e, ...at) =>
+      e.of(c.ins.dout, ...at) * e.is("2 max(x, 0)", 2 * Math.max(0, e.of(c.ins.inp, ...at)))],
+  },
+  cap_forward: {
+    logits: ["z /=", (c, e, t, j) => {
+      const z = e.of(c.ins.logits, t, j);
+      return e.is("15 z / √(z² + 15²)", 15 * z / Math.hypot(z, 15));
+    }],
+  },
+  cap_backward: {
+    dlogits: ["square * np.sqrt", (c, e, t, j) => {
+      const d = e.of(c.ins.dlogits, t, j), y = e.of(c.ins.logits, t, j);
+      return d * e.is("the cap's slope, (1 − (y / 15)²)^1.5", (1 - (y / 15) ** 2) ** 1.5);
+    }],
+  },
+  qknorm_backward: {
+    dqkv: ["d -= out", (c, e, t, j) => {
+      const { HS, NH } = c.n, { dqkv, qkv, rstd } = c.ins, h = Math.floor(j / HS), d = e.of(dqkv, t, j);
+      if (h >= 2 * NH) return e.is("a value: it was not normalized", d);
+      const scale = h < NH ? .12 * Math.sqrt(HS) : 1, y = e.of(qkv, t, j);
+      const mean = e.sum("gradient times result, over the head", HS,
+        i => [[dqkv, t, h * HS + i], [qkv, t, h * HS + i]]) / HS;
+      const words = `${say(scale)} × gradient − result × the mean of that / ${say(scale)}`;
+      return e.of(rstd, t, h) * e.is(words, scale * d - y * mean / scale);
+    }],
+  },
   gelu_forward: {
     out: ["np.tanh(", (c, e, ...at) => {
       const x = e.of(c.ins.inp, ...at);
@@ -319,6 +362,10 @@ function explainMove(key, k) {  // AdamW's move of a weight
   const index = C ? [Math.floor(at[k] / C), at[k] % C] : [at[k]], w = e.of(weight, ...index);
   e.note("g, its gradient:");
   e.of(gradients[key], ...index);
+  if (u.tensors[key].rate === null) {
+    e.note("Muon moves the whole matrix: it makes all directions of m, a running mean of g, equally long.");
+    return Object.assign(e, { value: e.is("the weight moves by", moved), moved, f: "muon_update", mark: "param -= u" });
+  }
   e.is("m, the running mean of g, before", (m - (1 - u.beta1) * g) / u.beta1);
   e.is(`and after: m += ${say(1 - u.beta1)} (g − m)`, m);
   e.is("v, the running mean of g², before", (v - (1 - u.beta2) * g * g) / u.beta2);
@@ -326,8 +373,8 @@ function explainMove(key, k) {  // AdamW's move of a weight
   e.note("A weight moves far where g is large beside the √v that it has had.");
   const a = e.is(`m, as if it had not begun at 0: m / (1 − ${u.beta1}^${u.step})`, m / (1 - u.beta1 ** u.step));
   const b = e.is(`v likewise: v / (1 − ${u.beta2}^${u.step})`, v / (1 - u.beta2 ** u.step));
-  const value = -u.learning_rate * (a / (Math.sqrt(b) + u.eps) + u.weight_decay * w);
+  const rate = u.tensors[key].rate, value = -rate * (a / (Math.sqrt(b) + u.eps) + u.weight_decay * w);
   const decay = u.weight_decay ? ` + ${u.weight_decay} × the weight` : "";
-  e.is(`−${u.learning_rate} × (that m / (√ of that v + ${u.eps})${decay})`, value);
+  e.is(`−${say(rate)} × (that m / (√ of that v + ${u.eps})${decay})`, value);
   return Object.assign(e, { value, moved, f: "adamw_update", mark: "p -= t" });
 }

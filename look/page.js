@@ -90,7 +90,8 @@ function headGrid(number, choose, chosen) {  // all attention maps: a row a laye
 
 const WHAT = {  // each tensor of the trainers
   wte: "each token's embedding; the classifier's weight, too, if there is no lm_head", wpe: "each position's embedding",
-  lm_head: "the classifier's weight", encoded: "the residual stream as it begins: the tokens' embeddings",
+  lm_head: "the classifier's weight", embedded: "the tokens' embeddings",
+  encoded: "the residual stream as it begins: the tokens' embeddings",
   ln1: "the residual stream, normalized: what attention reads", ln1_mean: "the mean of each row of its input",
   ln1_rstd: "1 / the size of each row of its input", qkv: "queries, keys and values of all heads, side by side",
   preatt: "scores: how well a query (row) fits each earlier key (column)",
@@ -98,7 +99,8 @@ const WHAT = {  // each tensor of the trainers
   attproj: "what attention adds to the residual stream", residual2: "the residual stream after attention",
   ln2: "the residual stream, normalized: what the MLP reads", ln2_mean: "the mean of each row of its input",
   ln2_rstd: "1 / the size of each row of its input", fch: "the MLP's hidden layer",
-  fch_gelu: "the hidden layer after GELU", fch_swiglu: "the hidden layer: up × gate × sigmoid(gate)",
+  fch_gelu: "the hidden layer after GELU", fch_relu2: "the hidden layer after squared ReLU",
+  fch_swiglu: "the hidden layer: up × gate × sigmoid(gate)",
   fcproj: "what the MLP adds to the residual stream", residual3: "the residual stream after this layer",
   lnf: "the residual stream after the last layer, normalized", lnf_mean: "the mean of each row of its input",
   lnf_rstd: "1 / the size of each row of its input", probs: "the logits' softmax: probabilities",
@@ -237,7 +239,7 @@ function drawDetail() {
 function drawMove() {
   const { key, index: [k] } = state, { at, rows, columns, number, full, moved } = moves(key), e = explainMove(key, k);
   const weight = newest[key];
-  return [words("h2", `AdamW moves ${weight.name}${ofLayer(weight.layer)}`),
+  return [words("h2", `${data.update.optimizer} moves ${weight.name}${ofLayer(weight.layer)}`),
     words("p", `Of ${weight.shape.join(" × ")} weights, the one in each block that moves most. All moves together have`
       + ` length ${say(data.update.tensors[key].total)}.`),
     bigPicture(rows, columns, number, full, [Math.floor(k / columns), k % columns],
@@ -251,7 +253,7 @@ function mostMoved() {
     const { moved } = moves(key), k = moved.reduce((best, x, i) => Math.abs(x) > Math.abs(moved[best]) ? i : best, 0);
     return { key, k, move: moved[k] };
   }).sort((a, b) => Math.abs(b.move) - Math.abs(a.move)).slice(0, 10);
-  return [words("h2", "Update: how far AdamW moves each weight"),
+  return [words("h2", `Update: how far ${data.update.optimizer} moves each weight`),
     words("p", `If the model were trained on this prompt next: step ${data.update.step}, learning rate ${
       data.update.learning_rate}.`),
     words("h3", "The weights that move most"), scroll(...most.map(({ key, k, move }) => cells("td",
