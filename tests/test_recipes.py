@@ -21,7 +21,7 @@ RECIPES = [f"{path.name} {size}" for path in sorted((ROOT / "scripts").glob("run
 NOTES = f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]), file=open('commands', 'a'))\n"
 PARSERS = {"evaluate.py": evaluate.parse_arguments, "generate.py": generate.parse_arguments,
            "prepro/fineweb.py": fineweb.parse_arguments}
-TRAINERS = {f"{trainer.__module__}.py": trainer for page in pages()[:2] for trainer in (page, on_gpu(page))}
+TRAINERS = {f"{trainer.__module__}.py": trainer for page in pages() for trainer in (page, on_gpu(page))}
 
 
 @pytest.fixture
