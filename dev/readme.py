@@ -20,7 +20,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import textwrap
 from typing import NamedTuple
 
 from root import ROOT
@@ -80,15 +79,14 @@ def shorten(text, keep=2):
 
 
 def excerpt(text):
-    """Return what make train prints in short: data, model size, first and last steps, the start of its text."""
+    """Return what make train prints in short: data, model size, first and last steps."""
     lines = text.rstrip().split("\n")
     steps, losses = ([line for line in lines if line.startswith("step ") and what in line]
                      for what in ("train loss", "val loss"))
     head = [line for line in lines if line.startswith("Saved ")][1:2]
     size = next(line for line in lines if line.startswith("model "))
     end = next(i for i, line in enumerate(lines) if " steps in " in line)
-    sample = textwrap.wrap(" ".join(lines[end + 1 : -4]), 116)[:4]
-    return "\n".join([*head, size, losses[0], *steps[:2], "...", *steps[-2:], losses[-1], lines[end], *sample])
+    return "\n".join([*head, size, losses[0], *steps[:2], "...", *steps[-2:], losses[-1], lines[end]])
 
 
 def execute(path):
