@@ -171,8 +171,7 @@ def qknorm_forward(qkv, rstd, B, T, NH, HS):
 def qknorm_backward(dqkv, qkv, rstd, B, T, NH, HS):
     """Turn dqkv (B,T,3C), in place, from the gradient of what qknorm_forward wrote into that of what it read. qkv may
     have been rotated since: then dqkv is rotated, before and after, as rotations keep products of the two."""
-    size = 2 * NH * HS
-    d, out = dqkv[..., :size].reshape(B, T, 2 * NH, HS), qkv[..., :size].reshape(B, T, 2 * NH, HS)
+    d, out = (x[..., : 2 * NH * HS].reshape(B, T, 2 * NH, HS) for x in (dqkv, qkv))
     # With out = scale * n and n = x * rstd, where rstd depends on x too: dx = rstd * (dn - n * mean of (dn * n)),
     # dn = scale * d. The scales of dn and n cancel in their product.
     scale = np.repeat(np.float32([SCALE * math.sqrt(HS), 1.0]), NH)[:, None]
@@ -307,6 +306,7 @@ class SpeedrunSettings(Settings):
                                         " (embedding), 0.16 (classifier) and 0.6 (gains, biases) times that")
     weight_decay: float = with_default(Settings, "weight_decay", 0.05, "weight decay of Muon; AdamW's is 0.02 of that")
     decay: str = with_default(Settings, "decay", "all")
+    warmup_steps: int = with_default(Settings, "warmup_steps", 0, "steps of linear warm-up")
     schedule: str = with_default(Settings, "schedule", "cooldown")
     beta1: float = with_default(Settings, "beta1", 0.8)
     beta2: float = with_default(Settings, "beta2", 0.95)

@@ -37,7 +37,7 @@ from train_speedrun import (CAP, EPS, EXACT, FAST, SCALE, SIZES, SpeedrunSetting
 # settings
 
 OWN = {name: with_default(SpeedrunSettings, name, getattr(SpeedrunSettings, name)) for name in (
-    "model", "learning_rate", "weight_decay", "decay", "schedule", "beta1", "beta2", "eps")}
+    "model", "learning_rate", "weight_decay", "decay", "warmup_steps", "schedule", "beta1", "beta2", "eps")}
 
 
 @dataclass
@@ -48,6 +48,7 @@ class SpeedrunCudaSettings(CudaSettings):
     learning_rate: float = OWN["learning_rate"]
     weight_decay: float = OWN["weight_decay"]
     decay: str = OWN["decay"]
+    warmup_steps: int = OWN["warmup_steps"]
     schedule: str = OWN["schedule"]
     beta1: float = OWN["beta1"]
     beta2: float = OWN["beta2"]

@@ -56,8 +56,8 @@ def number(text):
 
 
 def test_numbers_are_numpy_s(open_page):
-    """One of each tensor that each function writes, at three places: what is shown has three digits, rounded once more;
-    what is computed follows from rounded terms. Its line of the source is marked."""
+    """One of each tensor that each function writes, at a random place: what is shown has three digits, rounded once
+    more; what is computed follows from rounded terms. Its line of the source is marked."""
     page, data, recorder = open_page()
     shown, rng = {}, np.random.default_rng(0)
     for i, tensor in enumerate(data["tensors"]):
@@ -66,17 +66,17 @@ def test_numbers_are_numpy_s(open_page):
     assert {f for f, _ in shown} == {f for f in data["source"] if not f.endswith("_update")} and len(shown) >= 20
     for (f, argument), i in shown.items():
         tensor, content = data["tensors"][i], recorder.contents[i].reshape(data["tensors"][i]["shape"])
-        for index in (rng.integers(content.shape) for _ in range(3)):
-            page.evaluate("([i, index]) => { location.hash = tensors[i].href(index); }", [i, index.tolist()])
-            page.wait_for_function("([i, index]) => state.tensor?.number === i && `${state.index}` === `${index}`",
-                                   arg=[i, index.tolist()])
-            expected, terms = float(content[tuple(index)]), page.locator(".made b").all_inner_texts()
-            stored, value = (number(page.locator(which).first.inner_text()) for which in ("#detail output", "#value"))
-            near = 0.0051 * abs(expected) + 1e-9
-            assert stored == expected or abs(stored - expected) <= near, (f, argument, index)
-            near += 2e-3 * max((abs(number(x)) for x in terms if "Inf" not in x), default=0.0)
-            assert value == expected or abs(value - expected) <= near, (f, argument, index)
-            assert page.locator("pre mark").count() == 1, (f, argument)
+        index = rng.integers(content.shape)
+        page.evaluate("([i, index]) => { location.hash = tensors[i].href(index); }", [i, index.tolist()])
+        page.wait_for_function("([i, index]) => state.tensor?.number === i && `${state.index}` === `${index}`",
+                               arg=[i, index.tolist()])
+        expected, terms = float(content[tuple(index)]), page.locator(".made b").all_inner_texts()
+        stored, value = (number(page.locator(which).first.inner_text()) for which in ("#detail output", "#value"))
+        near = 0.0051 * abs(expected) + 1e-9
+        assert stored == expected or abs(stored - expected) <= near, (f, argument, index)
+        near += 2e-3 * max((abs(number(x)) for x in terms if "Inf" not in x), default=0.0)
+        assert value == expected or abs(value - expected) <= near, (f, argument, index)
+        assert page.locator("pre mark").count() == 1, (f, argument)
 
 
 def test_update_guesses_and_film(open_page):
