@@ -133,22 +133,24 @@ function read() {  // the address -> state; what is wrong in it is ignored
 }
 
 function tile(key, mode) {
-  const tensor = newest[key], shown = mode === "backward" ? gradients[key] : tensor, canvas = make("canvas");
+  const tensor = newest[key], shown = mode === "backward" ? gradients[key] : tensor;
+  const canvas = make("canvas"), range = words("small", "…");
   const button = make("button", { className: tensor.isWeight ? "tile weight" : "tile", data: { key },
     title: `${WHAT[tensor.name] ?? "a weight"}${ofLayer(tensor.layer)}`, onclick: () => {
       go(mode, key);
       if (innerWidth <= 800) $("detail").scrollIntoView();  // there it is above the map
     } },
-  canvas, (mode === "backward" ? "d" : "") + tensor.name, words("small", tensor.shape.join(" × ")));
+  canvas, (mode === "backward" ? "d" : "") + tensor.name, words("small", tensor.shape.join(" × ")), range);
+  const [NH, R, C] = shown.shape, m = mode === "update" && moves(key), { at, ...own } = layout(shown);
+  const [rows, columns] = m ? [m.rows, m.columns] : C ? [R, NH * C] : [own.rows, own.columns];  // C: all heads
+  const width = Math.max(48, Math.min(columns, C ? 208 : 104)), height = Math.max(6, Math.min(rows, 56));
+  canvas.style = `width:${width}px;height:${height}px`;  // before it is painted, so that nothing moves then
   button.paint = () => {
-    const [NH, R, C] = shown.shape, { rows, columns, at } = layout(shown), m = mode === "update" && moves(key);
+    const ofHeads = (r, c) => shown.num(Math.floor(c / C), r, c % C), ofOne = (r, c) => shown.num(...at(r, c));
+    const number = m ? m.number : C ? ofHeads : ofOne;
     const [low, high, full] = span(m ? m.moved : shown.data);
-    if (m) draw(canvas, m.rows, m.columns, m.number, full, 104, 56);
-    else if (C) draw(canvas, R, NH * C, (r, c) => shown.num(Math.floor(c / C), r, c % C), full);  // all heads
-    else draw(canvas, rows, columns, (r, c) => shown.num(...at(r, c)), full, 104, 56);
-    const width = Math.max(48, Math.min(canvas.width, 208)), height = Math.max(6, Math.min(canvas.height, 56));
-    canvas.style = `width:${width}px;height:${height}px`;
-    button.append(words("small", `${say(low)} … ${say(high)}`));
+    draw(canvas, rows, columns, number, full, C && !m ? columns : 104, C && !m ? rows : 56);
+    range.textContent = `${say(low)} … ${say(high)}`;
   };
   seen.observe(button);
   return button;
