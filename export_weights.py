@@ -82,6 +82,7 @@ HF_VOCABULARY = "vocab.json", "merges.txt", "tokenizer_config.json", "tokenizer.
 
 
 def check_family(model, architecture):
+    """Raise UserError for an architecture that transformers has no class for."""
     if architecture not in (GPT2, Llama3):
         raise UserError(f"{model}: no class of transformers has the layers of {architecture.TITLE}")
 

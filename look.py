@@ -68,7 +68,8 @@ def scale_of(x):
 
 def round_to_16_bits(x):
     """In place."""
-    x[...] = (x / np.float32(scale_of(x))).astype(np.float16) * np.float32(scale_of(x))
+    scale = np.float32(scale_of(x))
+    x[...] = (x / scale).astype(np.float16) * scale
 
 
 class Numbers:
@@ -114,15 +115,14 @@ class Recorder:
         """Call a layer's function, and note what it reads and writes."""
         arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
         before, number = {name: self.cut(x) for name, x in arrays.items()}, len(self.calls)
-        copies = [{n: x.copy() if n in arrays else x for n, x in arguments.items()} for _ in arrays]
         f(**arguments)
         written = {}  # a name for each buffer: gelu_backward's dinp is its dout
         for name, x in arrays.items():
             if not same(self.cut(x), before[name]) and x.ctypes.data not in written.values():
                 written[name] = x.ctypes.data
                 round_to_16_bits(x)
-        ins = {name: self.number(x, before[name], name) for (name, x), copy in zip(arrays.items(), copies)
-               if name not in written or self.is_known(x, before[name]) and is_read(f, copy, name)}
+        ins = {name: self.number(x, before[name], name) for name, x in arrays.items()
+               if name not in written or self.is_known(x, before[name]) and is_read(f, arguments, before, name)}
         pair = f.__name__.rsplit("_", 1)[0], self.key(arrays["inp"]) if "inp" in arrays else ""
         is_forward = f.__name__.endswith("_forward")
         if is_forward:
@@ -180,11 +180,12 @@ class Recorder:
         return self.tensors
 
 
-def is_read(f, arguments, name):
-    """Whether a function reads the array that it also writes: NaN in it would stay."""
-    arguments[name].fill(np.nan)
-    f(**arguments)
-    return np.isnan(arguments[name]).any()
+def is_read(f, arguments, before, name):
+    """Whether a function reads the array that it also writes: NaN would stay. before: the arrays before the call."""
+    copies = {argument: x.copy() for argument, x in before.items()}
+    copies[name].fill(np.nan)
+    f(**{**arguments, **copies})
+    return np.isnan(copies[name]).any()
 
 
 def same(a, b):
@@ -236,7 +237,10 @@ def update(model, path, settings, numbers):
     rates, others = getattr(optimizer, "RATES", {}), getattr(optimizer, "MATRICES", ())
     steps = complete_checkpoints(path) if os.path.isdir(path) else []
     if steps and os.path.exists(state := checkpoint_paths(path, steps[-1])[1]):
-        step = read_optimizer_state(state, owned_by_one(optimizer))[0].step
+        try:
+            step = read_optimizer_state(state, owned_by_one(optimizer))[0].step
+        except UserError as error:  # of several GPUs, say
+            print(f"note: the update shown is a first one: {error}", file=sys.stderr)
     moved = views(model.params.table, model.params.buffer.copy())
     optimizer.update(model.params, model.grads, settings, settings.learning_rate, step + 1)
     np.subtract(flat(model.params), flat(moved), out=flat(moved))
@@ -311,11 +315,11 @@ def look(path, prompt, tokenizer=""):
     depends = gradient_times_input(model, architecture, T, embedded)
     with watching(architecture, record):
         model.backward()
-    update_of = {name: f for module in {type(model.optimizer).__module__, "train_gpt2"}
-                 for name, f in vars(sys.modules[module]).items() if name in ("adamw_update", "muon_update")}
+    optimizer = vars(sys.modules[type(model.optimizer).__module__])
+    updates = {f for name, f in optimizer.items() if name in ("adamw_update", "muon_update")}
     source = {f.__name__: dict(text=inspect.getsource(f), line=inspect.getsourcelines(f)[1],
                                file=os.path.basename(inspect.getsourcefile(f)))
-              for f in {*update_of.values(), *(f for f, _ in calls)}}
+              for f in updates | {f for f, _ in calls}}
     words = [opened.tokenizer.decode([id]) for id in range(config.V)]
     return dict(
         path=path, title=architecture.TITLE, model=config.describe(), loss=loss, ids=ids.tolist(), V=config.V,

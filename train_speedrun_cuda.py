@@ -204,8 +204,8 @@ class Muon(AdamW):
         square, fourth, polynomial = (array[: n * side**2].reshape(n, side, side) for array in self.squares)
         sums, master = (array if array is None else array[part] for array in (self.sums, self.master))
         launch("muon_momentum", n, size, self.m[part], x, self.partials, sums, self.grads[part], self.control,
-               self.MOMENTUM)
-        launch("muon_normalize", n, size, x, self.partials)
+               self.MOMENTUM, size)
+        launch("muon_normalize", n, size, x, self.partials, size)
         for _ in range(steps):
             transposed = x.swapaxes(1, 2)
             multiply(square, *((transposed, x) if is_tall else (x, transposed)))
@@ -214,12 +214,13 @@ class Muon(AdamW):
             multiply(y, *((x, polynomial) if is_tall else (polynomial, x)))
             x, y = y, x
         launch("muon_update", n, size, self.params[part], master, x, self.control, math.sqrt(max(1.0, OC / C)),
-               settings.weight_decay, np.int64(part.start), settings.stochastic_rounding)
+               settings.weight_decay, np.int64(part.start), settings.stochastic_rounding, size)
 
     def launch(self, name, n, size, *arguments):
+        """Launch a kernel of muon.cu on n matrices of `size` elements."""
         g = self.device.geometry
         grid = min(self.BLOCKS, blocks(size, g.UPDATE_THREADS * g.UPDATE_ADAMW_NUMBERS)), n
-        self.device.launch(name, grid, (g.UPDATE_THREADS,), *arguments, *([size] if name != "muon_polynomial" else []))
+        self.device.launch(name, grid, (g.UPDATE_THREADS,), *arguments)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -401,7 +401,7 @@ def bench_attention(args):
 
     It is the kernel library that checks and times (dev/kernels/README.md). TFLOP/s count the matmuls of the unmasked
     half once each, two forward and five backward, even if an implementation recomputes some. mma_sync is for every GPU,
-    wgmma for Hopper. Ours reads the packed (B,T,3C) and writes the packed gradient; PyTorch gets views of it. """
+    wgmma for Hopper. Ours reads the packed (B,T,3C) and writes the packed gradient; PyTorch gets views of it."""
     sys.path.append(os.path.join(ROOT, "dev", "kernels"))
     import lab
     import torch
@@ -446,7 +446,7 @@ def bench_matmul(args):
     A row is a matmul, without biases and GELU. Ours are named by their tiles and, in a weight gradient, by the number
     of parts of the inner dimension; the one that training takes is in bold. Operands are random, because zeros would be
     too fast. All take turns, so that a warmer GPU slows all alike: medians over CUDA events, without launch overhead.
-    With --dtype fp8, cuBLASLt is PyTorch's _scaled_mm, which wants both operands of dweight transposed. """
+    With --dtype fp8, cuBLASLt is PyTorch's _scaled_mm, which wants both operands of dweight transposed."""
     gpu, config = open_gpu(), config_of(args.model)
     precision = cuda.resolve_auto(cuda.CudaSettings(dtype=args.dtype), gpu.arch).precision
     device, matmul = profile_gpu.open_device(cuda.GPT2, gpu, config, precision, "auto")
@@ -561,7 +561,7 @@ TOKENS = 256
 def bench_generate(args):
     """Text from random weights, 256 tokens after end-of-text, beside transformers: bfloat16 on a GPU, else float32 on
     the CPU. A row is the best of 3 whole runs (transformers: one) after a warm-up. "of the floor": the time to read all
-    weights once, at the GPU's copy bandwidth, as a part of a step. transformers is generate(), eager. """
+    weights once, at the GPU's copy bandwidth, as a part of a step. transformers is generate(), eager."""
     config, params = random_model(args.model, V)
     gpu = floor = None
     with contextlib.suppress(UserError):
@@ -621,7 +621,7 @@ RUNS = {  # name -> (model, flags); B is per GPU, -d for all together
 def bench_scale(args):
     """Training on 1, 2, 4, ... GPUs of this machine, on random tokens, from random weights: the median step, without
     the first third of the steps. "of linear": tokens a second, over as many times those of the slowest of these GPUs,
-    all measured alone at the same time. Memory is what the trainer allocates on a GPU. """
+    all measured alone at the same time. Memory is what the trainer allocates on a GPU."""
     there = count_gpus()
     counts = args.gpus or [n for n in (1, 2, 4, 8, 16) if n <= there]
     if max(counts) > there:

@@ -75,7 +75,7 @@ class Recorder:
 
     Rows are poisoned first: a launch has written those whose first or last bytes are no longer poison. A kernel's first
     argument is a result, so a written row that comes there again is accumulated into. A row that column_sums writes
-    takes its place in the order from the launch that left the partial sums. """
+    takes its place in the order from the launch that left the partial sums."""
 
     def __init__(self, trainer):
         self.tensors = trainer.params, trainer.grads, trainer.fp8 and trainer.fp8.operands

@@ -18,7 +18,7 @@
     gpu/        what only a run on GPUs uses
 
 No file here has a forward or backward pass: those are on the pages, train_gpt2.py and so on. Functions get a page's
-class as their argument `architecture`. """
+class as their argument `architecture`."""
 
 from llmc.threads import configure_openblas
 

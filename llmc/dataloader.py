@@ -1,7 +1,7 @@
 """Token files and the loader that reads batches from them.
 
 A token file is raw int32 (llm.c of April 2024), or a header with [2] the count, then uint16 (llm.c of today) or uint32
-(its Llama branch). The count has 64 bits here; llm.c reads the lower half. The magic tells the formats apart. """
+(its Llama branch). The count has 64 bits here; llm.c reads the lower half. The magic tells the formats apart."""
 
 import glob
 import itertools

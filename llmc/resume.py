@@ -49,7 +49,7 @@ def save_checkpoint(directory, config, params, owned, progress, notes=None, vers
     """Write a checkpoint. Every rank writes its state; rank 0 also the model (only it needs `params`) and, when all
     ranks have written, the marker. Raises UserError on all ranks, and leaves no file of this step, when weights or
     moments are not finite or a rank's disk is full. notes: what else the run needs to continue as before, for JSON.
-    version: of the model, 3 (float32) or 5 (bfloat16). """
+    version: of the model, 3 (float32) or 5 (bfloat16)."""
     model, state, marker = checkpoint_paths(directory, progress.step)
     state = rank_path(state, ranks.rank)
 

@@ -2,7 +2,7 @@
 
 Sample i of a shard is its B*T+1 tokens from token i*B*T on, the batch of one micro-step. An epoch reads each sample of
 each shard once: in order, or shuffled, with the shards permuted for each epoch and the samples for each shard.
-Positions count the micro-steps of all GPUs together, so that they mean the same on any number of GPUs. """
+Positions count the micro-steps of all GPUs together, so that they mean the same on any number of GPUs."""
 
 from typing import NamedTuple
 

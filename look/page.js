@@ -92,22 +92,21 @@ const WHAT = {  // each tensor of the trainers
   wte: "each token's embedding; the classifier's weight, too, if there is no lm_head", wpe: "each position's embedding",
   lm_head: "the classifier's weight", embedded: "the tokens' embeddings",
   encoded: "the residual stream as it begins: the tokens' embeddings",
-  ln1: "the residual stream, normalized: what attention reads", ln1_mean: "the mean of each row of its input",
-  ln1_rstd: "1 / the size of each row of its input", qkv: "queries, keys and values of all heads, side by side",
+  ln1: "the residual stream, normalized: what attention reads", _mean: "the mean of each row of its input",
+  _rstd: "1 / the size of each row of its input", qkv: "queries, keys and values of all heads, side by side",
   preatt: "scores: how well a query (row) fits each earlier key (column)",
   att: "attention: the softmax of each row of scores", atty: "what each head gathers: values, weighted by att",
   attproj: "what attention adds to the residual stream", residual2: "the residual stream after attention",
-  ln2: "the residual stream, normalized: what the MLP reads", ln2_mean: "the mean of each row of its input",
-  ln2_rstd: "1 / the size of each row of its input", fch: "the MLP's hidden layer",
+  ln2: "the residual stream, normalized: what the MLP reads", fch: "the MLP's hidden layer",
   fch_gelu: "the hidden layer after GELU", fch_relu2: "the hidden layer after squared ReLU",
-  fch_swiglu: "the hidden layer: up × gate × sigmoid(gate)",
-  fcproj: "what the MLP adds to the residual stream", residual3: "the residual stream after this layer",
-  lnf: "the residual stream after the last layer, normalized", lnf_mean: "the mean of each row of its input",
-  lnf_rstd: "1 / the size of each row of its input", probs: "the logits' softmax: probabilities",
+  fch_swiglu: "the hidden layer: up × gate × sigmoid(gate)", fcproj: "what the MLP adds to the residual stream",
+  residual3: "the residual stream after this layer", lnf: "the residual stream after the last layer, normalized",
   logits: "a number for each token of the vocabulary: the higher, the likelier it is next",
-  losses: "−log of the probability of the token that came next", cos: "cosines of RoPE's angles",
-  sin: "sines of RoPE's angles", dlosses: "each position's share of the mean loss: 1 / T",
+  probs: "the logits' softmax: probabilities", losses: "−log of the probability of the token that came next",
+  cos: "cosines of RoPE's angles", sin: "sines of RoPE's angles",
+  dlosses: "each position's share of the mean loss: 1 / T",
 };
+const whatIs = ({ name }) => WHAT[name] ?? WHAT[name.replace(/.*_/, "_")] ?? "a weight";
 const WORDS = {
   tensor: "an array of numbers", softmax: "exp of each number, divided by their sum",
   "residual stream": "the numbers that each position carries up through the layers; attention and MLP add to them",
@@ -136,7 +135,7 @@ function tile(key, mode) {
   const tensor = newest[key], shown = mode === "backward" ? gradients[key] : tensor;
   const canvas = make("canvas"), range = words("small", "…");
   const button = make("button", { className: tensor.isWeight ? "tile weight" : "tile", data: { key },
-    title: `${WHAT[tensor.name] ?? "a weight"}${ofLayer(tensor.layer)}`, onclick: () => {
+    title: `${whatIs(tensor)}${ofLayer(tensor.layer)}`, onclick: () => {
       go(mode, key);
       if (innerWidth <= 800) $("detail").scrollIntoView();  // there it is above the map
     } },
@@ -219,7 +218,7 @@ function drawDetail() {
   const { mode, key, index, tensor } = state;
   if (!key) return mode === "update" ? mostMoved() : introduction();
   if (mode === "update") return tensor.isWeight ? drawMove() : mostMoved();
-  const [low, high, full] = span(tensor.data), names = axes(tensor), what = WHAT[tensor.name] ?? "a weight";
+  const [low, high, full] = span(tensor.data), names = axes(tensor), what = whatIs(tensor);
   const { rows, columns, at, cell } = layout(tensor, index[0]), e = explain(tensor, index);
   const readers = calls.filter(c => Object.values(c.ins).includes(tensor)).flatMap(c => Object.values(c.outs));
   return [words("h2", tensor.title + ofLayer(tensor.layer)),
@@ -352,7 +351,6 @@ function drawPrompt() {  // the likelier a token's successor was, the bluer
 
 const MODES = { forward: drawDetail, backward: drawDetail, update: drawDetail, attention: drawAttention,
   guesses: drawGuesses, training: drawTraining };
-let mapped;  // the mode that the map shows
 
 function show() {
   read();
@@ -360,10 +358,7 @@ function show() {
   document.querySelector("main").className = hasMap ? "" : "one";
   $("map").hidden = !hasMap;
   $("detail").replaceChildren(...MODES[state.mode]());
-  if (hasMap && mapped !== state.mode) {
-    drawMap();
-    mapped = state.mode;
-  }
+  if (hasMap && $("map").className !== state.mode) drawMap();
   for (const x of document.querySelectorAll("#map .tile")) x.ariaCurrent = x.dataset.key === state.key;
   for (const x of $("modes").children) x.ariaPressed = x.dataset.mode === state.mode;
   drawPrompt();
@@ -394,7 +389,7 @@ function press(event) {
 function changeTheme() {
   document.documentElement.style.colorScheme = isDark() ? "light" : "dark";
   colors = palette();
-  mapped = "";
+  $("map").className = "";  // draw it anew
   show();
 }
 
