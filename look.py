@@ -285,7 +285,7 @@ def film(path, inputs, targets, numbers):
 def look(path, prompt, tokenizer=""):
     """(the page's data, for JSON; its Numbers; the Recorder, for tests). Raises UserError for a prompt that is too
     short or too long, and for a model that is too large."""
-    opened = load(path, tokenizer)
+    opened = load(path, tokenizer=tokenizer)
     if not opened.tokenizer:
         raise UserError(f"{path}: no vocabulary is beside it: pass --tokenizer FILE")
     ids, model, config, architecture = opened.ids(prompt), opened.model, opened.config, type(opened.model)
@@ -345,7 +345,7 @@ def main():
     parser = Parser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("model", help="the directory of a run, a .bin file or a Hugging Face folder")
     parser.add_argument("--prompt", default="The cat sat on the mat.", help="the step's text (default: %(default)s)")
-    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer file (default: the one beside the model)")
+    parser.add_argument("--tokenizer", metavar="FILE", default="", help="tokenizer file (default: beside the model)")
     parser.add_argument("-o", "--output", default="look.html", help="the page to write (default: %(default)s)")
     parser.add_argument("--open", type=int, choices=(0, 1), default=1, help="1: open it in a browser (the default)")
     args = parser.parse_args()

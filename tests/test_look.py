@@ -126,8 +126,8 @@ def test_it_is_used_by_click_and_key_in_both_themes(open_page, width):
 
 
 def test_what_is_refused(run, run_here, monkeypatch):
-    for flags, words in ((("--prompt", "ab"), "2 tokens, expected 3 to 33"), (("--prompt", ""), "0 tokens"),
-                         (("--prompt", "a" * 34), "34 tokens"), (("-o", "none/look.html"), "none/look.html")):
-        run_here(look, run, "--open", 0, *flags, fails=[words])
+    for flag, value, words in (("--prompt", "ab", "2 tokens, expected 3 to 33"), ("--prompt", "", "0 tokens"), (
+            "--tokenizer", "none.bin", "no such file"), ("-o", "none/x.html", "none/x.html: cannot be written")):
+        run_here(look, run, "--open", 0, flag, value, fails=[words])
     monkeypatch.setattr(look, "MOST_MB", 1)
     run_here(look, run, "--open", 0, fails=["the page would have 2 MB, of at most 1"])
