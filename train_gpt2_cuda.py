@@ -515,10 +515,10 @@ class Normed(NamedTuple):
     bias: object
 
 
-def decode_embed(device, residual, branches, tokens, wte, wpe, control, B, T):
-    """residual (B,T,C) = wte[tokens] + wpe, branches (fcproj's parts,B,T,C) = 0. tokens (B,T) int32; the first position
-    is control's, here and below."""
-    launch_decode(device, "decode_embed", (B * T,), residual, branches, tokens, wte, wpe, control, T)
+def decode_embed(device, residual, branches, tokens, wte, wpe, weight, control, B, T):
+    """residual (B,T,C) = wte[tokens] + wpe or, with a weight (C,), its RMSNorm; branches (fcproj's parts,B,T,C) = 0.
+    tokens (B,T) int32; the first position is control's, here and below."""
+    launch_decode(device, "decode_embed", (B * T,), residual, branches, tokens, wte, wpe, weight, control, T)
 
 
 def decode_layernorm(device, x, parts, N):
@@ -532,8 +532,8 @@ def decode_layernorm(device, x, parts, N):
 
 
 def decode_qkv(device, query, keys, values, x, weight, bias, rope, control, B, T, OC):
-    """query (B,T,Q) = and, in keys and values (B,NKV,maxT,HS), their positions =: x @ weight (OC,C)^T + bias. rope:
-    Llama 3's."""
+    """query (B,T,Q) = and, in keys and values (B,NKV,maxT,HS), their positions =: x @ weight (OC,C)^T + bias, rotated
+    by rope (maxT,HS/2,2), if there is one."""
     decode_matmul(device, "decode_qkv", (query, keys, values, *x, weight, bias, rope, control, keys.shape[2], T), B * T,
                   OC, normalizes=x.normed is None)
 
@@ -551,12 +551,12 @@ def decode_project(device, branches, inp, weight, parts, width, N, C, IC):
 
 
 def decode_fc(device, act, x, weight, bias, N, OC):
-    """act (N,F) = GELU(x @ weight (OC,C)^T + bias), or Llama 3's SwiGLU."""
+    """act (N,F) = GELU(x @ weight (OC,C)^T + bias), or the model's other activation function."""
     decode_matmul(device, "decode_fc", (act, *x, weight, bias), N, OC, normalizes=x.normed is None)
 
 
 def decode_layers(decoder, B, T):
-    """decoder.acts.tokens (B, T), at the next T positions -> the classifier's input, a Normed, and its weight."""
+    """decoder.acts.tokens (B, T), at the next T positions -> the classifier's input, a Normed, its weight and bias."""
     device, params, acts, N = decoder.device, decoder.params, decoder.acts, B * T
     C, NH = decoder.config.C, decoder.config.NH
     inp, residual = acts.residual
@@ -567,7 +567,7 @@ def decode_layers(decoder, B, T):
         inp, residual = residual, inp
         return decode_layernorm(device, x, parts, N)
 
-    decode_embed(device, inp, acts.branches, acts.tokens, params.wte, params.wpe, acts.control, B, T)
+    decode_embed(device, inp, acts.branches, acts.tokens, params.wte, params.wpe, None, acts.control, B, T)
     fcprojb_below = acts.zeros
     for p, cache in decoder.layers:
         x = normed(p.ln1w, p.ln1b, fcprojb_below, 4)
@@ -579,7 +579,7 @@ def decode_layers(decoder, B, T):
         decode_fc(device, acts.fch_gelu, x, p.fcw, p.fcb, N, 4 * C)
         decode_project(device, acts.branches, acts.fch_gelu, p.fcprojw, 4, C, N, C, 4 * C)
         fcprojb_below = p.fcprojb
-    return normed(params.lnfw, params.lnfb, fcprojb_below, 4), params.wte
+    return normed(params.lnfw, params.lnfb, fcprojb_below, 4), params.wte, None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

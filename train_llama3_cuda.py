@@ -188,7 +188,7 @@ def decode_constants(config, T):
 
 
 def decode_layers(decoder, B, T):
-    """decoder.acts.tokens (B, T), at the next T positions -> the classifier's input, a Normed, and its weight."""
+    """decoder.acts.tokens (B, T), at the next T positions -> the classifier's input, a Normed, its weight and bias."""
     device, params, acts, config, N = decoder.device, decoder.params, decoder.acts, decoder.config, B * T
     C, Q, F, g = config.C, config.Q, config.F, device.geometry
     inp, residual = acts.residual
@@ -199,7 +199,7 @@ def decode_layers(decoder, B, T):
         inp, residual = residual, inp
         return decode_layernorm(device, x, parts, N)
 
-    decode_embed(device, inp, acts.branches, acts.tokens, params.wte, None, acts.control, B, T)
+    decode_embed(device, inp, acts.branches, acts.tokens, params.wte, None, None, acts.control, B, T)
     for p, cache in decoder.layers:
         x = normed(p.ln1w, g.DECODE_FC_PARTS)
         decode_qkv(device, acts.query, cache.keys, cache.values, x, p.qkvw, None, decoder.constants.rope, acts.control,
@@ -210,7 +210,7 @@ def decode_layers(decoder, B, T):
         x = normed(p.ln2w, g.DECODE_ATT_PARTS)
         decode_fc(device, acts.fch_swiglu, x, p.fcw, None, N, 2 * F)
         decode_project(device, acts.branches, acts.fch_swiglu, p.fcprojw, g.DECODE_FC_PARTS, g.DECODE_FC_WIDTH, N, C, F)
-    return normed(params.lnfw, g.DECODE_FC_PARTS), params.wte if config.tied else params.lm_head
+    return normed(params.lnfw, g.DECODE_FC_PARTS), params.wte if config.tied else params.lm_head, None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

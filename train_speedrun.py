@@ -42,7 +42,7 @@ SCALE = 0.12  # of the normalized query times key
 class Config(train_gpt2.Config):
     """The sizes of a speed run's GPT: GPT-2's, in the order of a checkpoint's header."""
 
-    STATES = SPEEDRUN_MAGIC, 2
+    STATES, eps = (SPEEDRUN_MAGIC, 2), EPS
 
     def to_header(self, version):
         return make_header(SPEEDRUN_MAGIC, version, *dataclasses.astuple(self))
@@ -297,8 +297,8 @@ def forward_layers(acts, params, config, inputs, position, attend, matmul):
 
 
 @dataclasses.dataclass
-class SpeedrunSettings(Settings):
-    """GPT-2's, with the speed run's optimizer."""
+class MuonSettings:
+    """The settings of a page with Muon that differ from GPT-2's."""
 
     model: str = with_default(Settings, "model", "s4", "model to start from: a .bin file, or the directory of a run; or"
                               " s2, s4, s6, s12: random weights, for sequences of at most T tokens")
@@ -312,12 +312,15 @@ class SpeedrunSettings(Settings):
     beta2: float = with_default(Settings, "beta2", 0.95)
     eps: float = with_default(Settings, "eps", 1e-15)
 
-    FROM_SCRATCH = {name: value for name, value in Settings.FROM_SCRATCH.items()
-                    if name not in ("schedule", "beta2", "weight_decay", "grad_clip")}
-
     @classmethod
     def from_scratch(cls, depth, given):
         return {**super().from_scratch(depth, given), "learning_rate": cls.learning_rate, "warmup_steps": 0}
+
+
+@dataclasses.dataclass
+class SpeedrunSettings(MuonSettings, Settings):
+    FROM_SCRATCH = {name: value for name, value in Settings.FROM_SCRATCH.items()
+                    if name not in ("schedule", "beta2", "weight_decay", "grad_clip")}
 
 
 class Speedrun(GPT2):
@@ -337,22 +340,19 @@ class Speedrun(GPT2):
 
     def forward(self, inputs, targets):
         """inputs, targets (B, T) integer ids -> the mean loss, a float; activations stay in self.acts."""
-        (B, T), C, V, acts = inputs.shape, self.config.C, self.config.V, self.trunk(inputs)
+        (B, T), C, V, acts, self.targets = inputs.shape, self.config.C, self.config.V, self.trunk(inputs), targets
         matmul_forward(acts.logits, acts.lnf, self.head(self.params), self.params.lm_headb[:V], B, T, C, V)
         cap_forward(acts.logits, B * T * V)
         softmax_forward(acts.probs, acts.logits, B, T, V)
         crossentropy_forward(acts.losses, acts.logits, acts.probs, targets, B, T, V)
-        self.targets = targets
         return float(np.mean(acts.losses, dtype=np.float64))
 
     def backward_into(self, grads, micro_steps):
         """Write all of `grads` but the vocabulary's rows from token V on, which stay 0."""
         (B, T), config, params, acts = self.inputs.shape, self.config, self.params, self.acts
         NH, HS, C, V, N = config.NH, config.HS, config.C, config.V, B * T
-        s = views(self.scratch_table(config, B, T), self.scratch.buffer)
-
+        s, dlogits = views(self.scratch_table(config, B, T), self.scratch.buffer), acts.probs
         s.dlosses.fill(1.0 / (N * micro_steps))
-        dlogits = acts.probs
         crossentropy_softmax_backward(dlogits, s.dlosses, acts.probs, self.targets, B, T, V)
         cap_backward(dlogits, acts.logits, N * V)
         head, dhead = self.head(params), self.head(grads)

@@ -7,8 +7,6 @@ the cap is in the classifier; QK-norm and the rotation are one pass after the qk
 gradient. Muon works on all matrices of a shape at once; its matmuls are cuBLASLt's, in the run's dtype.
 
     python train_speedrun_cuda.py -e s12 -i "data/fineweb_train_*.bin" -b 64 -d 524288 -x 3250 -o runs/speedrun
-
-One GPU, bfloat16 or float32; generate.py draws text from its checkpoints on the CPU.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
@@ -16,6 +14,7 @@ import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,50 +24,29 @@ from llmc.errors import UserError, run_main
 from llmc.gpu.geometry import BLOCK_THREADS, ENCODER_PIECE, MATMUL_ROWS, blocks, pack
 from llmc.gpu.matmul import rows
 from llmc.gpu.shares import CHUNKS
-from llmc.settings import with_default
 from llmc.tensors import Row
-from train_gpt2_cuda import (GPT2, AdamW, CudaSettings, attention_backward, attention_forward, column_sums,
+from train_gpt2_cuda import (GPT2, AdamW, CudaSettings, Normed, attention_backward, attention_forward, column_sums,
+                             decode_attention, decode_embed, decode_fc, decode_layernorm, decode_project, decode_qkv,
                              encoder_backward, encoder_forward, main, matmul_gelu_backward_inp, matmul_gelu_forward)
 from train_llama3_cuda import residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward
-from train_speedrun import (CAP, EPS, EXACT, FAST, SCALE, SIZES, SpeedrunSettings, parameter_table, random_model,
-                            rope_table)
+from train_speedrun import (CAP, EPS, EXACT, FAST, SCALE, SIZES, MuonSettings, SpeedrunSettings, parameter_table,
+                            random_model, rope_table)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # settings
 
-OWN = {name: with_default(SpeedrunSettings, name, getattr(SpeedrunSettings, name)) for name in (
-    "model", "learning_rate", "weight_decay", "decay", "warmup_steps", "schedule", "beta1", "beta2", "eps")}
-
 
 @dataclass
-class SpeedrunCudaSettings(CudaSettings):
-    """GPT-2's, with the speed run's optimizer."""
-
-    model: str = OWN["model"]
-    learning_rate: float = OWN["learning_rate"]
-    weight_decay: float = OWN["weight_decay"]
-    decay: str = OWN["decay"]
-    warmup_steps: int = OWN["warmup_steps"]
-    schedule: str = OWN["schedule"]
-    beta1: float = OWN["beta1"]
-    beta2: float = OWN["beta2"]
-    eps: float = OWN["eps"]
-    sample_every: int = with_default(CudaSettings, "sample_every", 0, "0: this page draws no text (generate.py does)")
-
-    FROM_SCRATCH = {**SpeedrunSettings.FROM_SCRATCH, "B": 4, "sample_every": 0}
-
-    @classmethod
-    def from_scratch(cls, depth, given):
-        return {**super().from_scratch(depth, given), "learning_rate": cls.learning_rate, "warmup_steps": 0}
+class SpeedrunCudaSettings(MuonSettings, CudaSettings):
+    FROM_SCRATCH = {**SpeedrunSettings.FROM_SCRATCH, "B": 4}
 
 
 def resolve_auto(settings, arch):
     """As GPT-2's; raises UserError for what this page does not have yet."""
     settings = train_gpt2_cuda.resolve_auto(replace(settings, recompute=max(0, settings.recompute)), arch)
     for flag, value, instead in (
-            ("--gpus", settings.gpus > 1, "one GPU"), ("--dtype fp8", settings.precision.fp8, "bfloat16"),
-            ("-s", settings.sample_every, "0: generate.py draws text"), ("--recompute", settings.recompute, "0"),
-            ("--matmul kernels", settings.matmul == "kernels", "auto")):
+            ("--dtype fp8", settings.precision.fp8, "bfloat16"),
+            ("--recompute", settings.recompute, "0"), ("--matmul kernels", settings.matmul == "kernels", "auto")):
         if value:
             raise UserError(f"{flag}: train_speedrun_cuda.py has {instead}")
     return settings
@@ -155,72 +133,147 @@ def qknorm_backward(device, dqkv, partials, qkv, rstd, rope, B, T, NH, HS):
 # optimizer
 
 
+class Stack(NamedTuple):
+    """The matrices of a name, which lie one after the other in the flat buffers, from element `begin` on."""
+
+    begin: int
+    count: int
+    rows: int
+    columns: int
+
+    @property
+    def size(self):
+        return self.rows * self.columns
+
+    def pieces(self, shares, rank):
+        """The Pieces of them that a rank has, which are adjacent in its share."""
+        return [piece for piece in shares.pieces(rank) if 0 <= piece.begin - self.begin < self.count * self.size]
+
+
 class Muon(AdamW):
-    """Muon for the layers' matrices; AdamW, whose launches these are, for the rest."""
+    """Muon for the layers' matrices; AdamW, whose launches these are, for the rest. Of several GPUs, each has a share
+    of momentum and weights, and orthogonalizes some matrices, which are sent to it whole."""
 
     MATRICES, MOMENTUM = train_speedrun.Muon.MATRICES, train_speedrun.Muon.MOMENTUM
     RATES, DECAY = train_speedrun.Muon.RATES, train_speedrun.Muon.DECAY
-    BLOCKS = 32  # at most, on a matrix
+    BLOCKS = 32  # on a matrix
 
     @classmethod
     def stacks(cls, table):
-        """name -> (first element, matrices, rows, columns) of the matrices of a name, which lie one after the other."""
-        begin, found = 0, {}
+        begin, found = 0, []
         for name, row in table.items():
             if parts := cls.MATRICES.get(name):
                 L, OC, C = row.shape
-                found[name] = begin, L * parts, OC // parts, C
+                found.append(Stack(begin, L * parts, OC // parts, C))
             begin += row.size
         return found
 
     @classmethod
     def table(cls, settings, shares, rank):
-        dtype, stacks = settings.precision.dtype, [stack[1:] for stack in cls.stacks(shares.table).values()]
-        most = max(n * OC * C for n, OC, C in stacks)
+        dtype, stacks = settings.precision.dtype, cls.stacks(shares.table)
+        share = max(sum(piece.size for piece in stack.pieces(shares, rank)) for stack in stacks)
+        own = [(blocks(stack.count, shares.ranks), stack) for stack in stacks]  # that a rank orthogonalizes, at most
+        matrices = max(n * stack.size for n, stack in own)
         return AdamW.table(settings, shares, rank) | {
-            "x": Row((most,), dtype), "y": Row((most,), dtype),  # scratch, as the others
-            "squares": Row((3, max(n * min(OC, C)**2 for n, OC, C in stacks)), dtype),
-            "partials": Row((cls.BLOCKS * max(n for n, _, _ in stacks),)),
+            "u": Row((share,), dtype),  # of a stack, what is orthogonalized
+            **({"x": Row((matrices,), dtype)} if shares.ranks > 1 else {}),  # the same, whole matrices
+            "y": Row((matrices,), dtype),
+            "squares": Row((3, max(n * min(stack.rows, stack.columns)**2 for n, stack in own)), dtype),
+            "partials": Row((cls.BLOCKS * max(n for n, _ in own),)),
         }
 
     def __init__(self, matmul, settings, params, grads, shares, rank):
         super().__init__(matmul, settings, params, grads, shares, rank)
-        self.matmul = matmul
-        first, rest, _ = (CHUNKS.itemsize * end for end in self.ends)
-        self.groups["rest"], self.at = self.groups["all"][first:rest], self.stacks(shares.table)
+        chunks, first, rest = shares.chunks(rank)[0], *(CHUNKS.itemsize * end for end in self.ends[:2])
+        self.groups["rest"], self.cublaslt = self.groups["all"][first:rest], matmul.cublaslt
         self.newton_schulz = EXACT if settings.update_tokens >= 2**17 else FAST
+        self.of_stacks = []  # (stack, its chunks, the number of its first element in this share)
+        for stack in self.stacks(shares.table):
+            of_stack = (chunks["flat"] >= stack.begin) & (chunks["flat"] < stack.begin + stack.count * stack.size)
+            first = np.int64(stack.pieces(shares, rank)[0].local)
+            self.of_stacks.append((stack, self.device.upload(chunks[of_stack].view(np.uint8)), first))
 
     def update(self):
         self.update_of("rest")
-        for begin, n, OC, C in self.at.values():
-            with self.device.span(f"muon {OC} x {C}"):
-                self.update_stack(slice(begin, begin + n * OC * C), n, OC, C)
+        self.update_of("matrices")
 
-    def update_stack(self, part, n, OC, C):
-        """The update of n matrices (OC,C), elements `part` of the flat buffers."""
-        launch, settings, size, side, is_tall = self.launch, self.settings, OC * C, min(OC, C), OC > C
-        multiply, (steps, (a, b, c)) = self.matmul.cublaslt.multiply, self.newton_schulz
-        x, y = (array[: n * size].reshape(n, OC, C) for array in (self.x, self.y))
+    def update_of(self, group):
+        if group != "matrices":
+            return super().update_of(group)
+        settings, g = self.settings, self.device.geometry
+        for stack, chunks, first in self.of_stacks:
+            grid = (chunks.size // CHUNKS.itemsize * (g.UPDATE_CHUNK // (g.UPDATE_THREADS * g.UPDATE_ADAMW_NUMBERS)),)
+            with self.device.span(f"muon {stack.rows} x {stack.columns}"):
+                self.launch("muon_momentum", grid, self.m, self.u, self.sums, self.grads, chunks, self.ranks,
+                            self.control, self.MOMENTUM, first)
+                u = self.to_shares(stack, self.orthogonalize(stack, self.to_matrices(stack)))
+                scale = math.sqrt(max(1.0, stack.rows / stack.columns))
+                self.launch("muon_update", grid, self.params, self.master, u, chunks, self.control, scale,
+                            settings.weight_decay, settings.stochastic_rounding, first)
+
+    def to_matrices(self, stack):
+        """What self.u has of a stack, as the (n, rows, columns) that this rank orthogonalizes."""
+        return self.u[: stack.count * stack.size].reshape(-1, stack.rows, stack.columns)
+
+    def to_shares(self, stack, matrices):
+        """The reverse."""
+        return matrices
+
+    def orthogonalize(self, stack, x):
+        """train_speedrun.py's, of each matrix of x (n, rows, columns); returns x or self.y."""
+        if not len(x):
+            return x  # more GPUs than matrices
+        n, side, is_tall = len(x), min(stack.rows, stack.columns), stack.rows > stack.columns
+        multiply = functools.partial(self.cublaslt.multiply, count=stack.count)
+        y = self.y[: x.size].reshape(x.shape)
         square, fourth, polynomial = (array[: n * side**2].reshape(n, side, side) for array in self.squares)
-        sums, master = (array if array is None else array[part] for array in (self.sums, self.master))
-        launch("muon_momentum", n, size, self.m[part], x, self.partials, sums, self.grads[part], self.control,
-               self.MOMENTUM, size)
-        launch("muon_normalize", n, size, x, self.partials, size)
+        grid = self.BLOCKS, n
+        self.launch("muon_squares", grid, self.partials, x, stack.size)
+        self.launch("muon_normalize", grid, x, self.partials, stack.size)
+        steps, (a, b, c) = self.newton_schulz
         for _ in range(steps):
             transposed = x.swapaxes(1, 2)
             multiply(square, *((transposed, x) if is_tall else (x, transposed)))
             multiply(fourth, square, square)
-            launch("muon_polynomial", n, side**2, polynomial, square, fourth, a, b, c, side)
+            self.launch("muon_polynomial", grid, polynomial, square, fourth, a, b, c, side)
             multiply(y, *((x, polynomial) if is_tall else (polynomial, x)))
             x, y = y, x
-        launch("muon_update", n, size, self.params[part], master, x, self.control, math.sqrt(max(1.0, OC / C)),
-               settings.weight_decay, np.int64(part.start), settings.stochastic_rounding, size)
+        return x
 
-    def launch(self, name, n, size, *arguments):
-        """Launch a kernel of muon.cu on n matrices of `size` elements."""
-        g = self.device.geometry
-        grid = min(self.BLOCKS, blocks(size, g.UPDATE_THREADS * g.UPDATE_ADAMW_NUMBERS)), n
-        self.device.launch(name, grid, (g.UPDATE_THREADS,), *arguments)
+    def launch(self, name, grid, *arguments):
+        self.device.launch(name, grid, (self.device.geometry.UPDATE_THREADS,), *arguments)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# text: what llmc/gpu/decoder.py's Decoder asks of the speed run's model; tables and launches are GPT-2's
+
+
+def decode_layers(decoder, B, T):
+    """decoder.acts.tokens (B, T), at the next T positions -> the classifier's input, a Normed, its weight and bias."""
+    device, params, acts, N = decoder.device, decoder.params, decoder.acts, B * T
+    C, NH = decoder.config.C, decoder.config.NH
+    inp, residual = acts.residual
+
+    def normed(weight, branch_bias, parts):
+        nonlocal inp, residual
+        x = Normed(residual, inp, acts.branches, branch_bias, acts.normed, weight, None)
+        inp, residual = residual, inp
+        return decode_layernorm(device, x, parts, N)
+
+    decode_embed(device, inp, acts.branches, acts.tokens, params.wte, None, params.ln0w, acts.control, B, T)
+    fcprojb_below = acts.zeros
+    for p, cache in decoder.layers:
+        x = normed(p.ln1w, fcprojb_below, 4)
+        decode_qkv(device, acts.query, cache.keys, cache.values, x, p.qkvw, p.qkvb, decoder.constants.rope,
+                   acts.control, B, T, 3 * C)
+        decode_attention(device, acts.atty, acts.parts, acts.arrived, acts.query, cache.keys, cache.values,
+                         acts.control, B, T, NH)  # normalizes queries and keys as it reads them
+        decode_project(device, acts.branches, acts.atty, p.attprojw, 1, C, N, C, C)
+        x = normed(p.ln2w, p.attprojb, 1)
+        decode_fc(device, acts.fch_gelu, x, p.fcw, p.fcb, N, 4 * C)
+        decode_project(device, acts.branches, acts.fch_gelu, p.fcprojw, 4, C, N, C, 4 * C)
+        fcprojb_below = p.fcprojb
+    return normed(params.lnfw, fcprojb_below, 4), params.lm_head, params.lm_headb
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -234,11 +287,13 @@ class Speedrun(GPT2):
     Settings = SpeedrunCudaSettings
     KERNELS = ("encoder", "rmsnorm", "qknorm", "attention", "gelu", "matmul", "classifier", "transpose", "column_sums",
                "update", "muon")
-    CONSTANTS = {"MODEL_RELU2": 1, "MODEL_BIASES": 1, "MODEL_CAP": f"{CAP}f"}
+    CONSTANTS = {"MODEL_RELU2": 1, "MODEL_BIASES": 1, "MODEL_CAP": f"{CAP}f", "MODEL_QK_SCALE": f"{SCALE}f"}
     READS, RECOMPUTED, Optimizer = READS, RECOMPUTED, Muon
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
     activation_table, phase_tables = staticmethod(activation_table), staticmethod(phase_tables)
-    resolve_auto, decode_layers = staticmethod(resolve_auto), None  # no text
+    decode_layers = staticmethod(decode_layers)
+    decode_constants = staticmethod(lambda config, T: {"rope": np.stack(rope_table(config, T), axis=-1)})  # (T,HS/2,2)
+    resolve_auto = staticmethod(resolve_auto)
 
     def linear(self, name, l=0):
         if name != "logits":
@@ -250,7 +305,7 @@ class Speedrun(GPT2):
 
     def activations(self, B, T):
         acts = super().activations(B, T)
-        acts.rope = self.device.upload(np.stack(rope_table(self.config, T), axis=-1))  # (T,HS/2,2)
+        acts.rope = self.device.upload(self.decode_constants(self.config, T)["rope"])
         return acts
 
     def trunk(self, acts, inputs):

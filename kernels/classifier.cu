@@ -21,6 +21,7 @@
 // What keeps it close to the speed of a copy: no barrier except for the row's sum, no loop over parts, maxima of pairs
 // of bfloat16, sums of pairs instead of a chain.
 
+#include "cap.cuh"
 #include "softmax.cuh"
 
 #define ON_CHIP (CLASSIFIER_ROWS_ON_CHIP > 0)
@@ -66,22 +67,10 @@ __device__ inline float scaled_exp(float x, float offset, float scale) { return 
 #endif
 
 #ifdef MODEL_CAP
-constexpr float CAP = MODEL_CAP;
 __device__ inline float log2_approx(float x) {
     asm("lg2.approx.ftz.f32 %0, %0;" : "+f"(x));
     return x;
 }
-__device__ inline float capped(float z) {
-    const float y = z * rsqrtf(fmaf(z * (1.0f / (CAP * CAP)), z, 1.0f));
-    return z == -INFINITE ? z : y;  // padding
-}
-// dy/dz, of the capped logit: (1 - y^2 / CAP^2)^(3/2).
-__device__ inline float cap_slope(float y) {
-    const float square = fmaxf(fmaf(y * (-1.0f / (CAP * CAP)), y, 1.0f), 1e-30f);
-    return square * square * rsqrtf(square);  // faster than with sqrtf
-}
-#else
-__device__ inline float capped(float z) { return z; }
 #endif
 
 // In bfloat16, a row on chip holds exp(x - maximum so far) between the sum and the gradient, in half precision, scaled

@@ -295,3 +295,18 @@ __device__ inline float2 sum_over_warps(float2 x, int buffer) {
     }
     return x;
 }
+
+// partials (gridDim.y,columns), row blockIdx.y =: the block (32,ROWS) adds up the rows of `sum`, PACK columns from c on.
+template <int ROWS>
+__device__ inline void store_column_sums(float* partials, Floats sum, int c, int columns) {
+    __shared__ Floats sums[ROWS][32];
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y > 0 || c >= columns) return;
+    for (int i = 1; i < ROWS; i++) {
+#pragma unroll
+        for (int k = 0; k < PACK; k++) sum.x[k] += sums[i][threadIdx.x].x[k];
+    }
+#pragma unroll
+    for (int k = 0; k < PACK; k++) partials[int64(blockIdx.y) * columns + c + k] = sum.x[k];
+}

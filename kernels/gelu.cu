@@ -55,14 +55,5 @@ gelu_backward(element* dinp, float* partials, element* out, const element* inp, 
             if (out) store(out + i, y);
         }
     }
-    __shared__ Floats sums[ROWS][COLUMN_THREADS];
-    sums[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y > 0 || c >= F) return;
-    for (int i = 1; i < ROWS; i++) {
-#pragma unroll
-        for (int k = 0; k < PACK; k++) sum.x[k] += sums[i][threadIdx.x].x[k];
-    }
-#pragma unroll
-    for (int k = 0; k < PACK; k++) partials[int64(blockIdx.y) * F + c + k] = sum.x[k];
+    store_column_sums<ROWS>(partials, sum, c, F);
 }

@@ -1,16 +1,35 @@
 // Muon's passes over a stack of matrices, between the matmuls of its Newton-Schulz steps, which cuBLASLt does.
 //
-//     muon_momentum   m += (1 - momentum) * (g - m);  x = (1 - momentum) * g + momentum * m
-//                     partials[matrix] = sums of x^2                                       m =, x =, partials =
-//     muon_normalize  x /= (its norm + 1e-7)                                               x = (in place)
-//     muon_polynomial out = a * 1 + b * square + c * fourth, of square matrices            out =
-//     muon_update     params = params * (1 - learning_rate * decay) - learning_rate * scale * x
-//                                                                                          params =, master =
+//     muon_momentum   m += (1 - momentum) * (g - m);  u = (1 - momentum) * g + momentum * m        m =, u =
+//     muon_squares    partials[matrix] = sums of x^2                                               partials =
+//     muon_normalize  x /= (its norm + 1e-7)                                                       x = (in place)
+//     muon_polynomial out = a * 1 + b * square + c * fourth, of square matrices                    out =
+//     muon_update     params = params * (1 - learning_rate * decay) - learning_rate * scale * u    params =, master =
 //
-// https://kellerjordan.github.io/posts/muon/. Matrices lie one after the other, `size` elements each, in params, master,
-// m, sums and gradients, which are at the stack's first. Bound by bytes.
+// https://kellerjordan.github.io/posts/muon/. The first and the last work on the chunks of a rank's share, as
+// adamw_update: u has these one after the other, from number `first` of the share on. The others work on whole matrices,
+// `size` elements each, one after the other in x. Bound by bytes.
 
 #include "update.cuh"
+
+// Grid (BLOCKS for each chunk). sums, gradients: see Gradients.
+extern "C" __global__ void __launch_bounds__(THREADS)
+muon_momentum(float* m, element* u, const float* sums, const gradient* gradients, const Chunk* chunks, int ranks,
+              const Control* control, float momentum, int64 first) {
+    const Chunk chunk = chunks[blockIdx.x / BLOCKS];
+    const int within = within_chunk();
+    if (within >= chunk.count || control->halted || control->skipped) return;
+    const int64 local = chunk.local + within;
+    Quad g = Gradients{sums, gradients, ranks}(chunk, within), mean = load_quad(m + local);
+#pragma unroll
+    for (int k = 0; k < NUMBERS; k++) {
+        const float gradient = g.x[k] * control->grad_scale;
+        mean.x[k] += (1.0f - momentum) * (gradient - mean.x[k]);
+        g.x[k] = (1.0f - momentum) * gradient + momentum * mean.x[k];  // Nesterov's: the gradient once more
+    }
+    store_quad(m + local, mean);
+    store_quad(u + local - first, g);
+}
 
 // A thread's numbers: grid (blocks of a matrix, matrices), which go over the matrix together.
 struct Numbers {
@@ -21,31 +40,20 @@ struct Numbers {
           step(gridDim.x * THREADS * NUMBERS) {}
 };
 
-// partials (matrices, gridDim.x). sums: of earlier micro-batches, or null.
-extern "C" __global__ void __launch_bounds__(THREADS)
-muon_momentum(float* m, element* x, float* partials, const float* sums, const gradient* gradients,
-              const Control* control, float momentum, int size) {
+// partials (matrices, gridDim.x).
+extern "C" __global__ void __launch_bounds__(THREADS) muon_squares(float* partials, const element* x, int size) {
     const Numbers of(size);
     float squares = 0.0f;
-    if (control->halted || control->skipped) return;
     for (int i = of.first; i < size; i += of.step) {
-        Quad g = load_quad(gradients + of.begin + i), mean = load_quad(m + of.begin + i), sum = {};
-        if (sums) sum = load_quad(sums + of.begin + i);
+        const Quad y = load_quad(x + of.begin + i);
 #pragma unroll
-        for (int k = 0; k < NUMBERS; k++) {
-            const float gradient = (sum.x[k] + g.x[k]) * control->grad_scale;
-            mean.x[k] += (1.0f - momentum) * (gradient - mean.x[k]);
-            g.x[k] = (1.0f - momentum) * gradient + momentum * mean.x[k];  // Nesterov's: the gradient once more
-            squares += g.x[k] * g.x[k];
-        }
-        store_quad(m + of.begin + i, mean);
-        store_quad(x + of.begin + i, g);
+        for (int k = 0; k < NUMBERS; k++) squares += y.x[k] * y.x[k];
     }
     squares = block_sum(squares);
     if (threadIdx.x == 0) partials[blockIdx.y * gridDim.x + blockIdx.x] = squares;
 }
 
-// Grid as muon_momentum's.
+// Grid as muon_squares'.
 extern "C" __global__ void __launch_bounds__(THREADS) muon_normalize(element* x, const float* partials, int size) {
     const Numbers of(size);
     float squares = 0.0f;
@@ -74,22 +82,21 @@ muon_polynomial(element* out, const element* square, const element* fourth, floa
     }
 }
 
-// master: the float32 weights of which params are a rounded copy, or null; first: number of params' first element, for
-// stochastic rounding with a seed.
+// Grid as muon_momentum's. master: the float32 weights of which params are a rounded copy, or null; seed: for stochastic
+// rounding, 0: to nearest.
 extern "C" __global__ void __launch_bounds__(THREADS)
-muon_update(element* params, float* master, const element* x, const Control* control, float scale, float decay,
-            int64 first, int seed, int size) {
-    const Numbers of(size);
-    if (control->halted || control->skipped) return;
+muon_update(element* params, float* master, const element* u, const Chunk* chunks, const Control* control, float scale,
+            float decay, int seed, int64 first) {
+    const Chunk chunk = chunks[blockIdx.x / BLOCKS];
+    const int within = within_chunk();
+    if (within >= chunk.count || control->halted || control->skipped) return;
+    const int64 i = chunk.flat + within, local = chunk.local + within;
     const float keep = 1.0f - control->learning_rate * decay, rate = control->learning_rate * scale;
-    for (int i = of.first; i < size; i += of.step) {
-        const int64 at = of.begin + i;
-        Quad p = master ? load_quad(master + at) : load_quad(params + at);
-        const Quad y = load_quad(x + at);
+    Quad p = master ? load_quad(master + local) : load_quad(params + i);
+    const Quad y = load_quad(u + local - first);
 #pragma unroll
-        for (int k = 0; k < NUMBERS; k++) p.x[k] = p.x[k] * keep - rate * y.x[k];
-        if (master) store_quad(master + at, p);
-        if (seed) round_stochastically(p, uint32(first + at), uint32(control->step), seed);
-        store_quad(params + at, p);
-    }
+    for (int k = 0; k < NUMBERS; k++) p.x[k] = p.x[k] * keep - rate * y.x[k];
+    if (master) store_quad(master + local, p);
+    if (seed) round_stochastically(p, uint32(i), uint32(control->step), seed);
+    store_quad(params + i, p);
 }

@@ -81,14 +81,5 @@ qknorm_backward(element* dqkv, float* partials, const element* qkv, const float*
 #pragma unroll
         for (int k = 0; k < PACK; k++) sum.x[k] += d.x[k];
     }
-    __shared__ Floats sums[ROWS][COLUMN_THREADS];
-    sums[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y > 0 || c >= QKV) return;
-    for (int i = 1; i < ROWS; i++) {
-#pragma unroll
-        for (int k = 0; k < PACK; k++) sum.x[k] += sums[i][threadIdx.x].x[k];
-    }
-#pragma unroll
-    for (int k = 0; k < PACK; k++) partials[int64(blockIdx.y) * QKV + c + k] = sum.x[k];
+    store_column_sums<ROWS>(partials, sum, c, QKV);
 }

@@ -127,7 +127,7 @@ prepare_update(Control* control, Report* reports, const float* losses, const flo
     control->steps_begun += 1;
 }
 
-// A thread updates NUMBERS parameters; block (THREADS); grid (UPDATE_CHUNK / THREADS / NUMBERS for each chunk). params
+// A thread updates NUMBERS parameters; block (THREADS); grid (BLOCKS for each chunk). params
 // (parameters); master, m, v (elements of the chunks); sums, gradients: see Gradients. master: the float32 weights of
 // which params are a rounded copy, or null. seed: for stochastic rounding; 0: round to nearest, except the weights of
 // layernorms. They begin at 1, where bfloat16's steps are 1/256 and 1/128: rounded to nearest, they would stay there
@@ -136,9 +136,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 adamw_update(element* params, float* master, float* m, float* v, const float* sums, const gradient* gradients,
              const Chunk* chunks, int ranks, const Control* control, float beta2, float one_minus_beta1,
              float one_minus_beta2, int seed) {
-    constexpr int BLOCKS = UPDATE_CHUNK / (THREADS * NUMBERS);
     const Chunk chunk = chunks[blockIdx.x / BLOCKS];
-    const int within = (blockIdx.x % BLOCKS * THREADS + threadIdx.x) * NUMBERS;
+    const int within = within_chunk();
     if (within >= chunk.count || control->halted || control->skipped) return;
     const int64 i = chunk.flat + within, local = chunk.local + within;
     Quad p = master ? load_quad(master + local) : load_quad(params + i);

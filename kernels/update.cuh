@@ -38,6 +38,8 @@ struct Quad {
 };
 static_assert(NUMBERS * sizeof(float) == sizeof(Quad), "a thread works on one Quad");
 static_assert(UPDATE_CHUNK % (THREADS * NUMBERS) == 0, "whole blocks work on a chunk");
+constexpr int BLOCKS = UPDATE_CHUNK / (THREADS * NUMBERS);  // of a chunk, in adamw_update's grid
+__device__ inline int within_chunk() { return (blockIdx.x % BLOCKS * THREADS + threadIdx.x) * NUMBERS; }
 
 __device__ inline Quad load_quad(const float* at) {
     const float4 four = *reinterpret_cast<const float4*>(at);

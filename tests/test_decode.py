@@ -1,4 +1,4 @@
-"""Text generation on the GPU (kernels/decode/), of GPT-2 and Llama 3: each kernel's results against the CPU's Decoder
+"""Text generation on the GPU (kernels/decode/), of each architecture: each kernel's results against the CPU's Decoder
 and Choice, on fresh random data and awkward shapes; whole texts against the CPU's; and, with no GPU, that all compile
 and every launch passes what its kernel takes."""
 
@@ -13,6 +13,7 @@ import generate
 import llmc.gpu.decoder
 import train_gpt2
 import train_llama3
+import train_speedrun
 from conftest import random_params
 from llmc.checkpoint import write_model
 from llmc.gpu.decoder import (TEXT_CONTROL, DECODE, decode_files, decode_geometry, decode_logits, decode_sample,
@@ -26,6 +27,7 @@ from train_gpt2 import Config
 from train_gpt2_cuda import GPT2
 from train_llama3 import Config as LlamaConfig
 from train_llama3_cuda import Llama3
+from train_speedrun_cuda import Speedrun
 
 MODELS = [  # maxT, V, L, NH, C, Vp
     Config(1024, 50257, 1, 12, 768, 50304),  # GPT-2 124M
@@ -43,13 +45,18 @@ LLAMAS = [  # maxT, V, L, NH, NKV, C, Vp, F, HS
     LlamaConfig(300, 1003, 1, 6, 2, 256, 1024, 704, 128),  # heads of 128
     LlamaConfig(40, 128256, 1, 2, 1, 64, 128256, 96, 32, tied=0),  # Llama 3's vocabulary
 ]
+SPEEDRUNS = [  # maxT, V, L, NH, C, Vp
+    train_speedrun.Config(1024, 50257, 1, 6, 768, 50304),  # s12
+    train_speedrun.Config(300, 1003, 2, 3, 240, 1024),  # heads of 80; attention in several splits
+    train_speedrun.Config(40, 257, 2, 1, 16, 384),
+]
 DEEP = [LlamaConfig(2048, 128256, 16, 32, 8, 2048, 128256, 8192, 64, factor=32),  # 1B, 8B
         LlamaConfig(2048, 128256, 32, 32, 8, 4096, 128256, 14336, 128, tied=0, factor=8)]
 SHARED = {"sm_75": 64 << 10, "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90a": 227 << 10}
 
 
 def architecture_of(config):
-    return GPT2 if isinstance(config, Config) else Llama3
+    return {Config: GPT2, LlamaConfig: Llama3, train_speedrun.Config: Speedrun}[type(config)]
 
 
 def label(x):
@@ -69,11 +76,12 @@ def random_model(config, seed=0):
 # with no GPU
 
 
-FEW = MODELS[0], LLAMAS[0], LLAMAS[3]  # others: make test-124M
+FEW = MODELS[0], LLAMAS[0], LLAMAS[3], SPEEDRUNS[0]  # others: make test-124M
+MOST = *MODELS[:2], *LLAMAS[:2], *LLAMAS[3:5], *SPEEDRUNS
 
 
 @pytest.mark.parametrize("arch, precision, configs", [
-    ("sm_90a", "bf16", FEW), *(pytest.param(*case, (*MODELS[:2], *LLAMAS[:2], *LLAMAS[3:5]), marks=pytest.mark.large)
+    ("sm_90a", "bf16", FEW), *(pytest.param(*case, MOST, marks=pytest.mark.large)
                                for case in (("sm_75", "float32"), ("sm_80", "tf32"), ("sm_80", "bf16"),
                                             ("sm_90a", "bf16"), ("sm_90a", "float32"), ("sm_100", "bf16")))],
     ids=lambda value: value if isinstance(value, str) else len(value))
@@ -82,7 +90,7 @@ def test_kernels_compile_with_no_gpu(arch, precision, configs):
     for config in (*configs, *(DEEP if configs is not FEW and arch != "sm_75" else ())):
         geometry, shared = launch_geometry(config, precision, arch), SHARED.get(arch, SHARED["sm_90a"])
         vars(geometry).update(decode_geometry(architecture_of(config), config, precision, shared))
-        for file in decode_files(config, precision, geometry):
+        for file in decode_files(architecture_of(config), config, precision, geometry):
             compile_file(file, arch)
 
 
@@ -102,7 +110,7 @@ def test_parts_of_a_sum(arch, precision, config):
 
 @pytest.mark.parametrize("arch, precision", (("sm_75", "float32"), ("sm_80", "bf16"), ("sm_90a", "bf16"),
                                              ("sm_90a", "float32")))
-@pytest.mark.parametrize("config", (MODELS[2], LLAMAS[1]), ids=label)
+@pytest.mark.parametrize("config", (MODELS[2], LLAMAS[1], SPEEDRUNS[1]), ids=label)
 @pytest.mark.parametrize("B", (1, 5, 40))
 def test_every_launch_passes_what_its_kernel_takes(fake_gpu, config, arch, precision, B):
     precision = PRECISIONS[precision]
@@ -124,7 +132,7 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, config, arch, preci
 
 # of the largest value; in bfloat16, what a kernel reads is rounded, too
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-CASES = [(config, dtype) for config in (*MODELS, *LLAMAS) for dtype in ("float32", "bfloat16")]
+CASES = [(config, dtype) for config in (*MODELS, *LLAMAS, *SPEEDRUNS) for dtype in ("float32", "bfloat16")]
 
 
 def rounded(array, dtype):
@@ -140,8 +148,8 @@ def decoders(gpu):
             flat(params)[:] = rounded(flat(params), dtype)
             ours = open_decoder(architecture_of(config), gpu, config, params, B, config.maxT, dtype)
             stack.enter_context(ours.device.stream)
-            in_numpy = train_gpt2.Decoder if isinstance(config, Config) else train_llama3.LlamaDecoder
-            return ours, in_numpy(config, params, B, config.maxT)
+            in_numpy = {GPT2: train_gpt2.GPT2, Llama3: train_llama3.Llama3, Speedrun: train_speedrun.Speedrun}
+            return ours, in_numpy[ours.architecture].Decoder(config, params, B, config.maxT)
 
         yield make
 
@@ -155,9 +163,9 @@ def run_pass(decoder, tokens):
     """Launch a pass over tokens (B, T) and, of their last positions, the logits, if T is 1."""
     B, T = tokens.shape
     decoder.acts.tokens[: tokens.size].set(tokens.reshape(-1))
-    x, weight = decoder.architecture.decode_layers(decoder, B, T)
+    classifier = decoder.architecture.decode_layers(decoder, B, T)
     if T == 1:
-        decode_logits(decoder.device, decoder.acts.logits, x, weight, B, decoder.config.Vp)
+        decode_logits(decoder.device, decoder.acts.logits, *classifier, B, decoder.config.Vp)
 
 
 @pytest.mark.parametrize("B, T, position", ((1, 1, 0), (1, 1, 0.9), (1, 3, 0.1), (3, 1, 0.3), (5, 1, 1),
@@ -170,7 +178,14 @@ def test_a_pass_is_the_cpu_s(decoders, config, dtype, B, T, position):
 
 def name_of_feed_forward(decoder):
     """The input of fcproj."""
-    return "fch_gelu" if decoder.architecture is GPT2 else "fch_swiglu"
+    return "fch_swiglu" if decoder.architecture is Llama3 else "fch_gelu"
+
+
+def normalized(config, x, scale=1.0):
+    """Queries or keys (..,HS), with QK-norm."""
+    if not isinstance(config, train_speedrun.Config):
+        return x
+    return scale * x / np.sqrt(np.square(x).mean(-1, keepdims=True) + config.eps)
 
 
 def check_pass(ours, cpu, dtype, B, T, position):
@@ -181,6 +196,7 @@ def check_pass(ours, cpu, dtype, B, T, position):
     tokens = rng.integers(0, config.V, (B, T), dtype=np.int32)
     for mine, theirs in ((ours.cache.keys, cpu.cache.keys), (ours.cache.values, cpu.cache.values)):
         before = rng.standard_normal(theirs[:, :, :, :position].shape, dtype=np.float32)
+        before = normalized(config, before) if theirs is cpu.cache.keys else before
         theirs[:, :, :, :position] = rounded(before, dtype)
         theirs[:, :, :, position:] = np.nan
         mine.set(bf16_bits(theirs) if dtype == "bfloat16" else theirs)
@@ -197,15 +213,18 @@ def check_pass(ours, cpu, dtype, B, T, position):
         error = np.abs(got - expected).max()
         assert error <= allowed, f"{name}: {error} of {allowed}"
 
-    close("query", ours.acts.query[:N], acts.qkv[..., : config.NH * config.HS])
+    query = to_float32(ours.acts.query[:N]).reshape(N, config.NH, config.HS)
+    close("query", normalized(config, query, 0.12 * config.HS**0.5), acts.qkv[..., : config.NH * config.HS])
     close("atty", ours.acts.atty[:N], acts.atty)
-    close(feed_forward, getattr(ours.acts, feed_forward)[:N], getattr(acts, feed_forward))
+    in_numpy = "fch_relu2" if ours.architecture is Speedrun else feed_forward
+    close(feed_forward, getattr(ours.acts, feed_forward)[:N], getattr(acts, in_numpy))
     parts = ours.device.geometry.DECODE_FC_PARTS
     branch = ours.acts.branches.reshape(-1)[: parts * N * C].reshape(parts, N, C).get().sum(0)
     branch += getattr(layer(cpu.params, config.L - 1), "fcprojb", 0.0)
     close("fcproj", branch, acts.fcproj.reshape(N, C))
     for name in ("keys", "values"):
         mine, theirs = to_float32(getattr(ours.cache, name)), getattr(cpu.cache, name)
+        mine = normalized(config, mine) if name == "keys" else mine
         close(name, mine[:, :, :, : position + T], theirs[:, :, :, : position + T])
         assert np.isnan(mine[:, :, :, position + T :]).all()
     if T == 1:

@@ -21,6 +21,7 @@ import llmc.gpu.saver
 import llmc.progress
 import train_gpt2_cuda as cuda
 import train_llama3
+import train_speedrun
 from conftest import (GPT2_124M, ROOT, SMALL_HEADS, assert_one_line_error, optimizer_of, random_params, remove_after,
                       run_program)
 from llmc.checkpoint import owned_by_one, read_config, read_model, read_optimizer_state, write_model
@@ -292,16 +293,21 @@ def test_phases_of_the_memory_plan():
 LLAMAS = {f"{name} Llama": train_llama3.Config(64, 257, 3, 4, 2, 192, 384, 384, 64, tied=tied, factor=8)
           for name, tied in (("tied", 1), ("untied", 0))}  # heads and more channels of queries as Hopper's kernels want
 
+SPEEDRUN = train_speedrun.Config(64, 257, 3, 2, 128, 384)
+
 
 def page_and_flags(model):
-    """Of GPT-2, or of one of LLAMAS, which is written here."""
+    """Of GPT-2, the speed run's model, or one of LLAMAS, which is written here."""
     if model == "GPT-2":
         return "train_gpt2", ()
+    if model == "speed run":
+        write_model("speedrun.bin", SPEEDRUN, random_params(SPEEDRUN, spread=0.05, ones=1.0))
+        return "train_speedrun", ("-e", "speedrun.bin", "-k", "constant")
     write_model("llama.bin", LLAMAS[model], random_params(LLAMAS[model], spread=0.05, ones=1.0))
     return "train_llama3", ("-e", "llama.bin")
 
 
-@pytest.mark.parametrize("model", ("GPT-2", *LLAMAS))
+@pytest.mark.parametrize("model", ("GPT-2", *LLAMAS, "speed run"))
 def test_losses_and_samples_are_those_of_the_cpu_trainer(gpu_workplace, model):
     page, flags = page_and_flags(model)
     flags += ("-x", 6, "-v", 3, "-s", 3, "-m", 3, "-l", 0.001, "-d", 96, "--grad_clip", 1, "-c", 0.1,

@@ -18,6 +18,7 @@ import fake_gpus
 import llmc.resume
 import timeline
 import train_gpt2
+import train_speedrun
 from conftest import SMALL_HEADS, Array, optimizer_of, random_params, remove_after
 from fake_gpus import end_ranks, fork_ranks, wait_for
 from llmc.checkpoint import Progress, owned_by_one, rank_path, read_optimizer_state, write_model, write_optimizer_state
@@ -27,9 +28,10 @@ from llmc.gpu.trainer import NOT_READY, Trainer
 from llmc.resume import checkpoint_paths, find_checkpoint, newest_checkpoint
 from llmc.shuffle import Position
 from llmc.tensors import Row, allocate, flat
-from llmc.gpu.several.zero import Nccl
+from llmc.gpu.several.zero import Nccl, matrix_parts
 from llmc.gpu.shares import UPDATE_CHUNK, OwnedShare, PARTS, Shares
 from train_gpt2 import Config
+from train_speedrun_cuda import Muon
 
 TABLES = {
     "gpt2": train_gpt2.parameter_table(Config(maxT=64, V=1003, L=3, NH=3, C=96, Vp=1024)),
@@ -313,3 +315,25 @@ def test_a_timeline(workplace, start, fake_gpu, run_here, monkeypatch):
         names = [re.match(r"(\w+ \w+) +1\.000 +1\.000 +0\.000$", line)[1].strip() for line in table]
         assert sorted(names) == sorted(["forward 0", "forward 1", "backward 0", "backward 1", "add 0", "adamw all"])
         assert (workplace / "timeline.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 3, 4, 8, 16))
+def test_matrices_travel_to_one_rank_each_and_back(ranks):
+    """Of a stack: what arrives, in the order in which it was sent, is whole matrices."""
+    shares = Shares(train_speedrun.parameter_table(train_speedrun.Config(64, 257, 3, 3, 96, 384)), ranks)
+    flat_buffer = np.random.default_rng(0).standard_normal(shares.size)
+    for stack in Muon.stacks(shares.table):
+        parts = [matrix_parts(shares, stack, rank) for rank in range(ranks)]
+        local = [np.concatenate([flat_buffer[piece.begin : piece.begin + piece.size]
+                                 for piece in stack.pieces(shares, rank)]) for rank in range(ranks)]
+        whole = []
+        for owner, (_, here) in enumerate(parts):
+            messages = {source: [local[source][part] for to, part in there if to == owner]
+                        for source, (there, _) in enumerate(parts)}
+            arrived = np.full(sum(part.stop - part.start for _, part in here), np.nan)
+            for source, part in here:
+                arrived[part] = messages[source].pop(0)
+            assert not any(messages.values()) and arrived.size % stack.size == 0
+            whole.append(arrived)
+        assert max(map(len, whole)) == -(-stack.count // ranks) * stack.size
+        assert np.array_equal(np.concatenate(whole), flat_buffer[stack.begin :][: stack.count * stack.size])

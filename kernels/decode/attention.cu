@@ -1,6 +1,8 @@
 // Attention of each row's query to all positions of its sequence so far, atty = softmax(query @ keys^T / sqrt(HS)) @
-// values; query head h reads key and value head h / (NH / NKV). A block has SPLIT positions of a head at a time; of a
-// head's blocks, the last one to finish merges all parts, in the order of positions. Reading keys and values bounds it.
+// values; query head h reads key and value head h / (NH / NKV). With MODEL_QK_SCALE, queries and keys are normalized as
+// they are read, and their product is multiplied by that, not by 1 / sqrt(HS). A block has SPLIT positions of a head at a
+// time; of a head's blocks, the last one to finish merges all parts, in the order of positions. Reading keys and values
+// bounds it.
 
 #include "decode/step.cuh"
 
@@ -11,6 +13,30 @@ constexpr int PART = HS + 4;  // floats: the largest score, the sum of p = exp(s
 
 static_assert(ROW_LANES * PACK >= HS && THREADS >= HS, "a lane for each 16 bytes, a thread a channel");
 static_assert(SPLIT % (WARPS * ROWS_AT_ONCE) == 0, "all warps have equally many positions");
+
+// x * y, by the lanes that share a row.
+__device__ inline float dot_product(const Floats& x, const Floats& y) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int e = 0; e < PACK; e++) sum += x.x[e] * y.x[e];
+#pragma unroll
+    for (int distance = ROW_LANES / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+    return sum;
+}
+
+// 1 / the length of a query or key, of which each lane has 16 bytes.
+__device__ inline float inverse_length(const Floats& x) {
+    return 1.0f / sqrtf(dot_product(x, x) / HS + float(DECODE_EPS));
+}
+
+__device__ inline float score_of(const Floats& query, const Floats& key) {
+    const float product = dot_product(query, key);
+#ifdef MODEL_QK_SCALE
+    return product * inverse_length(key);
+#else
+    return product / sqrtf(float(HS));
+#endif
+}
 
 // Merges `count` parts, each thread for a channel. read(i): float i of the parts.
 template <class Read>
@@ -64,21 +90,19 @@ decode_attention(element* atty, float* parts, int* arrived, const element* query
         if (s == blockIdx.y) {
             wait_for_inputs();
             if (has_channels) q = load(query + int64(n) * Q + h * HS + c);
+#ifdef MODEL_QK_SCALE
+            const float scale = MODEL_QK_SCALE * inverse_length(q);
+#pragma unroll
+            for (int e = 0; e < PACK; e++) q.x[e] *= scale;
+#endif
         }
         load_positions(before, count);
         copies_commit();
         float scores[COUNT], largest = -INFINITE;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            const Floats key = unpack(k[i]);
-            float sum = 0.0f;
-#pragma unroll
-            for (int e = 0; e < PACK; e++) sum += q.x[e] * key.x[e];
-#pragma unroll
-            for (int distance = ROW_LANES / 2; distance > 0; distance /= 2) {
-                sum += __shfl_xor_sync(0xffffffff, sum, distance);
-            }
-            scores[i] = position(i) < count ? sum / sqrtf(float(HS)) : -INFINITE;
+            const float score = score_of(q, unpack(k[i]));
+            scores[i] = position(i) < count ? score : -INFINITE;
             largest = fmaxf(largest, scores[i]);
         }
         largest = warp_max(largest);

@@ -22,7 +22,7 @@ __device__ inline int channel_of(int p) { return PACK * (p * THREADS + threadIdx
 
 // A thread's part of the vectors of a layernorm, and of the sum before it: weights, which do not queue behind the
 // matmul's if they are requested before those. They stay bits: what converts them waits for their arrival. An RMSNorm
-// has the weight alone.
+// has no bias.
 struct Vectors {
     uint4 branch_bias[PACKS], weight[PACKS], bias[PACKS];
 
@@ -31,7 +31,7 @@ struct Vectors {
         for (int p = 0; p < PACKS; p++) {
             const int c = channel_of(p);
             if (c >= C) continue;
-            if (!RMS) branch_bias[p] = load_bits(branch_bias_ + c);
+            if (BIASES) branch_bias[p] = load_bits(branch_bias_ + c);
             weight[p] = load_bits(weight_ + c);
             if (!RMS) bias[p] = load_bits(bias_ + c);
         }
@@ -60,7 +60,7 @@ __device__ inline void normalize(element* normed, const Residual& residual, cons
 #pragma unroll
         for (int i = 0; i < COUNT; i++) parts[i] = load(residual.branches + i * int64(N) * C + at);
         x[p] = load(residual.inp + at);
-        const Floats branch_bias = RMS ? Floats{} : unpack(vectors.branch_bias[p]);
+        const Floats branch_bias = BIASES ? unpack(vectors.branch_bias[p]) : Floats{};
 #pragma unroll
         for (int k = 0; k < PACK; k++) {
             x[p].x[k] += branch_bias.x[k];

@@ -3,21 +3,36 @@
 
 #include "decode/layernorm.cuh"
 
-// Block (any number); grid (N). residual (N,C) = wte[tokens] + wpe; branches (FC_PARTS,N,C) = 0, for the first
-// layernorm.
-extern "C" __global__ void decode_embed(float* residual, float* branches, const int* tokens, const element* wte,
-                                        const element* wpe, const Control* control, int T) {
+// Block (THREADS); grid (N). residual (N,C) = wte[tokens] + wpe or, with a weight, its RMSNorm; branches (FC_PARTS,N,C)
+// = 0, for the first layernorm.
+extern "C" __global__ void __launch_bounds__(THREADS)
+decode_embed(float* residual, float* branches, const int* tokens, const element* wte, const element* wpe,
+             const element* weight, const Control* control, int T) {
     let_next_begin();
     wait_for_inputs();
     const int n = blockIdx.x;
     const element* const token = wte + int64(tokens[n]) * C;
     const element* const position = ROPE ? nullptr : wpe + int64(control->position + n % T) * C;
-    for (int c = threadIdx.x * PACK; c < C; c += blockDim.x * PACK) {
-        Floats x = load(token + c);
+    Floats x[PACKS];
+    float squares = 0.0f, rstd = 1.0f;
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        const int c = channel_of(p);
+        if (c >= C) continue;
+        x[p] = load(token + c);
         const Floats y = ROPE ? Floats{} : load(position + c);
 #pragma unroll
-        for (int k = 0; k < PACK; k++) x.x[k] += y.x[k];
-        store(residual + int64(n) * C + c, x);
+        for (int k = 0; k < PACK; k++) x[p].x[k] += y.x[k], squares += x[p].x[k] * x[p].x[k];
+    }
+    if (weight) rstd = 1.0f / sqrtf(sum_over_block(squares, 0) / C + float(DECODE_EPS));
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        const int c = channel_of(p);
+        if (c >= C) continue;
+        const Floats gain = weight ? load(weight + c) : Floats{};
+#pragma unroll
+        for (int k = 0; k < PACK && weight; k++) x[p].x[k] *= rstd * gain.x[k];
+        store(residual + int64(n) * C + c, x[p]);
         for (int part = 0; part < FC_PARTS; part++) store(branches + (int64(part) * gridDim.x + n) * C + c, Floats{});
     }
 }

@@ -2,12 +2,14 @@
 // says it, and its layernorm: normed (N,C) or, if that is null, what each block computes.
 
 #include "decode/matmul.cuh"
+#include "cap.cuh"
 #include "gelu.cuh"
 #include "rope.cuh"
 #include "swiglu.cuh"
 
 // query (N,Q) and, at their positions, keys and values (B,NKV,maxT,HS) = x @ weight (QKV,C)^T + bias. With ROPE,
-// queries and keys are rotated: rope (maxT,HS/2) has the angles.
+// queries and keys are rotated: rope (maxT,HS/2) has the angles. Where they are normalized, attention does it, for the
+// channels of a head are in several tiles; a rotation leaves its length as it is.
 MATMUL decode_qkv(element* query, element* keys, element* values, float* residual, const float* inp,
                   const float* branches, const element* branch_bias, const element* normed, const element* ln_weight,
                   const element* ln_bias, const element* weight, const element* bias, const float2* rope,
@@ -17,8 +19,7 @@ MATMUL decode_qkv(element* query, element* keys, element* values, float* residua
     const int b = T == 1 ? own : own / T, t = own - b * T;  // a division by T takes long
     normalized_matmul<FC_PARTS>({residual, inp, branches}, branch_bias, normed, ln_weight, ln_bias, weight, QKV, N,
                                 stages, [&](int row) -> Ahead {
-        if (!ROPE) return {bias[row], {}};
-        return {{}, rope[(position + t) * (HS / 2) + row % HS / 2]};
+        return {BIASES ? bias[row] : element{}, ROPE ? rope[(position + t) * (HS / 2) + row % HS / 2] : float2{}};
     }, [&](int row, int n, float x, float2 angle) {
         if constexpr (ROPE) {
             const float other = exchanged(x, 1);  // the pair's
@@ -58,7 +59,7 @@ MATMUL decode_fc(element* act, float* residual, const float* inp, const float* b
                  const element* bias, int N, int stages) {
     normalized_matmul<ATT_PARTS, SWIGLU>({residual, inp, branches}, branch_bias, normed, ln_weight, ln_bias, weight,
                                          SWIGLU ? 2 * F : F, N, stages, [&](int row) -> Ahead {
-        return {RMS ? element{} : bias[row], {}};
+        return {BIASES ? bias[row] : element{}, {}};
     }, [&](int row, int n, float x, float2) {
         if constexpr (SWIGLU) {
             const float gate = exchanged(x, ROWS / 2);
@@ -70,12 +71,14 @@ MATMUL decode_fc(element* act, float* residual, const float* inp, const float* b
     });
 }
 
-// logits (N,Vp) = x @ weight (Vp,C)^T.
+// logits (N,Vp) = x @ weight (Vp,C)^T, with the speed run's model + bias (Vp,), capped.
 MATMUL decode_logits(float* logits, float* residual, const float* inp, const float* branches,
                      const element* branch_bias, const element* normed, const element* ln_weight,
-                     const element* ln_bias, const element* weight, int N, int stages) {
+                     const element* ln_bias, const element* weight, const element* bias, int N, int stages) {
     normalized_matmul<FC_PARTS>({residual, inp, branches}, branch_bias, normed, ln_weight, ln_bias, weight, Vp, N,
-                                stages, [](int) { return Ahead{}; }, [&](int row, int n, float x, float2) {
-        logits[int64(n) * Vp + row] = x;
+                                stages, [&](int row) -> Ahead {
+        return {bias ? bias[row] : element{}, {}};
+    }, [&](int row, int n, float x, float2) {
+        logits[int64(n) * Vp + row] = capped(x);
     });
 }

@@ -10,9 +10,10 @@
 //     decode_logits     residual, layernorm, matmul                                     residual, logits =
 //     decode_sample     draws the next token                                            tokens, randoms, control =
 //
-// Llama 3 has RMSNorm for layernorm and no biases (RMS), queries and keys rotated for wpe (ROPE), SwiGLU for GELU
-// (SWIGLU): the arguments that it lacks are null. The Decoders of train_gpt2.py and train_llama3.py are the
-// specification, llmc/sampler.py's Choice that of decode_sample. There are N = B*T rows. residual (N,C) and logits
+// Llama 3 has RMSNorm for layernorm (RMS), no biases, queries and keys rotated for wpe (ROPE), SwiGLU for GELU (SWIGLU).
+// The speed run's model has RMSNorm, also after the embedding, rotation, squared ReLU, normalized queries and keys
+// (MODEL_QK_SCALE), a bias of the logits and their cap. Arguments that a model lacks are null. The pages' Decoders are
+// the specification, llmc/sampler.py's Choice that of decode_sample. There are N = B*T rows. residual (N,C) and logits
 // (B,Vp) are float32; query and atty (N,Q), act (N,F), keys and values (B,NKV,maxT,HS) are elements. "residual" above:
 // branches, which decode_project wrote, is added to the residual stream. The position is in GPU memory, so that one
 // graph is every step. A row has the same bits whatever the other rows are.
@@ -26,6 +27,7 @@
 
 constexpr int WARPS = DECODE_WARPS, THREADS = 32 * WARPS;  // of a block; decode_sample has more
 constexpr bool RMS = DECODE_RMS, ROPE = DECODE_ROPE, SWIGLU = DECODE_SWIGLU;  // else as in GPT-2
+constexpr bool BIASES = !RMS || MODEL_BIASES;                                 // of linear layers
 constexpr int ATT_PARTS = DECODE_ATT_PARTS, FC_PARTS = DECODE_FC_PARTS;       // in which attproj, fcproj are summed
 
 typedef unsigned long long uint64;

@@ -67,10 +67,10 @@ class CublasLt:
         self.call(name, ctypes.byref(handle), *arguments)
         return handle
 
-    def multiply(self, out, a, b, bias=None, accumulate=False, scale=1.0):
-        """out (M,N) = (+=) scale * a (M,K) @ b (K,N) + bias (N,); or stacks of matrices, (n,M,N) and so on. Arrays are
-        row-major; a and b may be transposed."""
-        plan = self.plan(out, a, b, bias)
+    def multiply(self, out, a, b, bias=None, accumulate=False, scale=1.0, count=None):
+        """out (M,N) = (+=) scale * a (M,K) @ b (K,N) + bias (N,); or stacks of matrices, (n,M,N) and so on, by the
+        algorithm for a stack of `count`, by default n. Arrays are row-major; a and b may be transposed."""
+        plan = self.plan(out, a, b, bias, count)
         scales = np.array([scale, accumulate], np.float32)
         if bias is not None:
             self.set("MatmulDesc", plan.description, BIAS_POINTER, np.uint64(bias.data.ptr))
@@ -88,7 +88,7 @@ class CublasLt:
             part = slice(begin, begin + length)
             self.multiply(out, a[:, part], b[part], accumulate=begin > 0, scale=scale)
 
-    def plan(self, out, a, b, bias):
+    def plan(self, out, a, b, bias, count):
         """A matmul's description for cuBLASLt, made once for each shape. cuBLASLt is column-major: our (M,N) array is
         its (N,M) matrix, so our b is its first operand (m,k) and our a its second (k,n)."""
         *stack, n, k, m = *a.shape, b.shape[-1]
@@ -96,7 +96,7 @@ class CublasLt:
         stride = max(a.strides[-2:]) // a.itemsize  # from one column of the second operand to the next
         to = FLOAT32 if out.dtype == np.float32 else BFLOAT16
         aligned = tuple(min(256, array.data.ptr & -array.data.ptr) for array in (b, a, out))
-        key = first, second, m, n, k, stride, bias is None, to, aligned, *stack
+        key = first, second, m, n, k, stride, bias is None, to, aligned, count, *stack
         if key not in self.plans:
             compute = COMPUTE_TF32 if self.precision.matmul == "tf32" else COMPUTE_FLOAT32
             description = self.create("cublasLtMatmulDescCreate", compute, FLOAT32)
@@ -110,10 +110,13 @@ class CublasLt:
                        "out": (to, m, n, m)}
             plan = SimpleNamespace(description=description, **{
                 name: self.create("cublasLtMatrixLayoutCreate", *layout) for name, layout in layouts.items()})
-            for layout, array in ((plan.a, a), (plan.b, b), (plan.out, out)) if stack else ():
-                self.set("MatrixLayout", layout, BATCH_COUNT, np.int32(stack[0]))
+            stacks = ((plan.a, a), (plan.b, b), (plan.out, out)) if stack else ()
+            for layout, array in stacks:
+                self.set("MatrixLayout", layout, BATCH_COUNT, np.int32(count or stack[0]))
                 self.set("MatrixLayout", layout, BATCH_STRIDE, np.int64(array.strides[0] // array.itemsize))
             plan.proposal = self.propose(plan, aligned)
+            for layout, _ in stacks:
+                self.set("MatrixLayout", layout, BATCH_COUNT, np.int32(stack[0]))
             self.plans[key] = plan
         return self.plans[key]
 

@@ -6,7 +6,8 @@ beside parameter_table and KERNELS,
     cache_table(config, B, T, dtype)    name -> Row of the KV cache, keys and values (L,B,NKV,T,HS)
     decode_table(config, N, dtype)      name -> Row of what a pass over N rows needs beside it, see Decoder.tables
     decode_layers(decoder, B, T)        launches all but the classifier: decoder.acts.tokens (B,T) -> the classifier's
-                                        input, its first arguments, as a tuple with `normed`, and its weight (Vp,C)
+                                        input, its first arguments, as a tuple with `normed`, its weight (Vp,C) and its
+                                        bias (Vp,) or None
     decode_constants(config, T)         name -> array, for texts of T positions, which decoder.constants has on the GPU
 
 The page has the launches of its layers, too, which use decode_matmul and launch_decode.
@@ -34,9 +35,9 @@ DECODE = {  # file -> its kernels
 }
 
 
-def decode_files(config, precision, geometry):
+def decode_files(architecture, config, precision, geometry):
     """The KernelFiles of text generation. geometry: with decode_geometry's numbers."""
-    constants = model_constants(config, precision)
+    constants = model_constants(config, precision) | architecture.CONSTANTS
     constants |= {name: value for name, value in vars(geometry).items() if name.startswith("DECODE_")}
     shared = {"decode/matmul": dict.fromkeys(DECODE["decode/matmul"], geometry.DECODE_SHARED)}
     return [KernelFile(name, kernels, constants, shared.get(name, {})) for name, kernels in DECODE.items()]
@@ -58,7 +59,8 @@ def decode_geometry(architecture, config, precision, shared):
     fc_parts, fc_width = inner_parts(config.F, config.C, size)
     geometry = SimpleNamespace(
         DECODE_RMS=int("rmsnorm" in architecture.KERNELS), DECODE_EPS=getattr(config, "eps", 1e-5),
-        DECODE_ROPE=int("rope" in architecture.KERNELS), DECODE_SWIGLU=int("swiglu" in architecture.KERNELS),
+        DECODE_ROPE=int("wpe" not in architecture.parameter_table(config)),
+        DECODE_SWIGLU=int("swiglu" in architecture.KERNELS),
         DECODE_ATT_PARTS=att_parts, DECODE_ATT_WIDTH=att_width, DECODE_FC_PARTS=fc_parts, DECODE_FC_WIDTH=fc_width,
         DECODE_WARPS=warps, DECODE_X_ROWS=16, DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: no bank conflicts
         DECODE_FEW=4 if precision.bf16 else 1, DECODE_BLOCKS=2, DECODE_STAGES=4,
@@ -93,9 +95,10 @@ def launch_decode(device, name, grid, *arguments, shared=None):
     device.launch(name, grid, (WARP * device.geometry.DECODE_WARPS,), *arguments, shared=shared, early=True)
 
 
-def decode_logits(device, logits, x, weight, B, Vp):
-    """logits (B,Vp) = x @ weight (Vp,C)^T. x: what decode_layers has returned."""
-    decode_matmul(device, "decode_logits", (logits, *x, weight), B, Vp, normalizes=x.normed is None)
+def decode_logits(device, logits, x, weight, bias, B, Vp):
+    """logits (B,Vp) = x @ weight (Vp,C)^T + bias, capped if the model does. x, weight, bias: what decode_layers has
+    returned."""
+    decode_matmul(device, "decode_logits", (logits, *x, weight, bias), B, Vp, normalizes=x.normed is None)
 
 
 def decode_matmul(device, name, arguments, N, OC, parts=1, normalizes=False):
@@ -230,8 +233,7 @@ class Decoder:
 
     def launch_step(self):
         device, acts, B = self.device, self.acts, self.B
-        x, weight = self.architecture.decode_layers(self, B, 1)
-        decode_logits(device, acts.logits, x, weight, B, self.config.Vp)
+        decode_logits(device, acts.logits, *self.architecture.decode_layers(self, B, 1), B, self.config.Vp)
         decode_sample(device, acts.tokens, acts.randoms, acts.control, self.drawn, self.logprobs, acts.logits, B)
 
 
@@ -245,15 +247,13 @@ def share_first(tensor, stream):
 
 def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):
     """A Decoder on this GPU for a model on the host. Raises UserError for a model that is too large for the kernels or
-    this GPU, or if its page has no kernels for text."""
+    this GPU."""
     check_sizes(config)
-    if not architecture.decode_layers:
-        raise UserError(f"{architecture.TITLE} has no kernels for text")
     precision = Precision(resolve_dtype(dtype, gpu.arch), tf32=0)
     geometry = launch_geometry(config, precision, gpu.arch)
     vars(geometry).update(decode_geometry(architecture, config, precision, gpu.shared))
     update = kernel_files(architecture, config, precision, gpu.arch, "cublaslt")["update"]
-    device = Device(gpu, [update, *decode_files(config, precision, geometry)], geometry)
+    device = Device(gpu, [update, *decode_files(architecture, config, precision, geometry)], geometry)
     with device.stream:
         exact = on_gpu = allocate(params.table, cp)
         copy_to_gpu(exact.buffer, params.buffer)

@@ -48,7 +48,7 @@ KERNELS = {  # layer -> its kernels
     "column_sums": ("column_sums",),
     "update": ("copy_batch", "loss_mean", "add_gradients", "global_norm", "prepare_update", "adamw_update",
                "round_weights"),
-    "muon": ("muon_momentum", "muon_normalize", "muon_polynomial", "muon_update"),
+    "muon": ("muon_momentum", "muon_squares", "muon_normalize", "muon_polynomial", "muon_update"),
 }
 ATTENTION_FP8 = ("attention_backward_dquery_fp8", "attention_backward_dkv_fp8")  # Hopper only
 OWN_MATMULS = "matmul", "matmul_swiglu", "matmul_fp8"  # layers

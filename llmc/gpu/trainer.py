@@ -45,7 +45,7 @@ def open_device(architecture, gpu, config, precision, matmul="auto", text=False)
     geometry, files = launch_geometry(config, precision, gpu.arch), list(files.values())
     if text:
         vars(geometry).update(decode_geometry(architecture, config, precision, gpu.shared))
-        files += decode_files(config, precision, geometry)
+        files += decode_files(architecture, config, precision, geometry)
     device = Device(gpu, files, geometry)
     return device, Matmul(device, precision, matmul)
 

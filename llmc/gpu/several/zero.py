@@ -12,6 +12,7 @@ import collections
 import contextlib
 import ctypes
 import functools
+import itertools
 import os
 import warnings
 
@@ -243,8 +244,9 @@ class SharedPasses:
 
     def backward_head(self, acts, scale):
         super().backward_head(acts, scale)
-        if "lm_head" in self.params.table:
-            self.several.weight_done("lm_head", None, None)
+        for name, row in self.params.table.items():
+            if row.early:
+                self.several.weight_done(name, None, None)
 
     def weight_gradient(self, name, l, dout, inp):
         done = super().weight_gradient(name, l, dout, inp)
@@ -261,6 +263,8 @@ class SharedPasses:
 class SharedUpdate:
     """What a page's optimizer does otherwise on several GPUs. The first layer and the rest are updated first: the next
     forward pass begins with them, and they travel during the other updates."""
+
+    SENT = {"first layer": 0, "rest": None, "matrices": 0}  # group -> layer whose weights travel once it is updated
 
     def share(self, several):
         self.several, chunks = several, self.groups["all"]
@@ -283,11 +287,56 @@ class SharedUpdate:
         self.several.add_up((self.parts, self.own_parts))
 
     def update(self):
-        for group, layer in (("first layer", 0), ("rest", None)):
-            self.update_of(group)
-            self.several.send_weights(layer)
-        self.update_of("other layers")
-        self.device.wait(self.several.weights_arrived[None])
+        super().update()
+        for l in (0, None):
+            self.device.wait(self.several.weights_arrived[l])
+
+    def update_of(self, group):
+        if group == "all":
+            for part in ("first layer", "rest", "other layers"):
+                self.update_of(part)
+            return
+        super().update_of(group)
+        if group in self.SENT:
+            self.several.send_weights(self.SENT[group])
+
+    # -- of an optimizer of whole matrices, as Muon: they travel from the ranks' shares to the rank that works on them
+
+    def to_matrices(self, stack):
+        there, here = matrix_parts(self.several.shares, stack, self.several.ranks.rank)
+        self.exchange("to matrices", [(rank, self.u[part]) for rank, part in there],
+                      [(rank, self.x[part]) for rank, part in here])
+        n = sum(part.stop - part.start for _, part in here) // stack.size
+        return self.x[: n * stack.size].reshape(n, stack.rows, stack.columns)
+
+    def to_shares(self, stack, matrices):
+        there, here = matrix_parts(self.several.shares, stack, self.several.ranks.rank)
+        self.exchange("to shares", [(rank, matrices.reshape(-1)[part]) for rank, part in here],
+                      [(rank, self.u[part]) for rank, part in there])
+        return self.u
+
+    def exchange(self, name, sends, receives):
+        send = functools.partial(self.several.peers.exchange, sends, receives)
+        self.device.wait(self.several.send([send], name))
+
+
+def matrix_parts(shares, stack, rank):
+    """Which rank works on what part of this rank's share of a stack, [(rank, slice)]; and which rank's share has what
+    part of the matrices that this one works on. Each rank works on adjacent matrices."""
+    edges = [stack.begin + stack.count * r // shares.ranks * stack.size for r in range(shares.ranks + 1)]
+    there, here = [], []
+    for source, owner in itertools.product(range(shares.ranks), repeat=2):
+        pieces = stack.pieces(shares, source)
+        for piece in pieces if rank in (source, owner) else ():
+            begin, end = max(piece.begin, edges[owner]), min(piece.begin + piece.size, edges[owner + 1])
+            if begin >= end:
+                continue
+            if source == rank:
+                local = piece.local - pieces[0].local - piece.begin
+                there.append((owner, slice(local + begin, local + end)))
+            if owner == rank:
+                here.append((source, slice(begin - edges[owner], end - edges[owner])))
+    return there, here
 
 
 def on_several(kind, mixin):
