@@ -38,8 +38,8 @@ from llmc.files import locked
 from llmc.gpu.batch import sorted_tokens
 from llmc.gpu.decoder import decode_matmul, launch_decode
 from llmc.gpu.device import copy_to_gpu, cp, describe_gpu, open_gpu, pointer
-from llmc.gpu.geometry import (ATTENTION_ROWS, BLOCK_THREADS, ENCODER_PIECE, MATMUL_ROWS, WARP, blocks, hopper_matmul,
-                               pack)
+from llmc.gpu.geometry import (ATTENTION_ROWS, BLOCK_THREADS, ENCODER_PIECE, MATMUL_ROWS, ROW_GROUPS, WARP, blocks,
+                               hopper_matmul, pack)
 from llmc.gpu.launcher import on_ranks
 from llmc.gpu.lines import LlmcCudaLines, peak_rate
 from llmc.gpu.matmul import ALIGN, Linear, Quantized
@@ -333,9 +333,8 @@ def gelu_forward(device, out, inp, N, C):
 def gelu_backward(device, dinp, partials, out, inp, dout, N, C):
     """dinp (N,C) = dout * gelu'(inp), dinp may be dout; partials (blocks, C) =, for column_sums: of dinp; out (N,C) =
     GELU(inp), if not None."""
-    threads, row_groups = device.geometry.GELU_COLUMN_THREADS, device.geometry.GELU_ROW_GROUPS
-    grid = blocks(C, threads * pack(dinp)), partials.shape[0]
-    device.launch("gelu_backward", grid, (threads, row_groups), dinp, partials, out, inp, dout, N)
+    grid = blocks(C, WARP * pack(dinp)), partials.shape[0]
+    device.launch("gelu_backward", grid, (WARP, ROW_GROUPS), dinp, partials, out, inp, dout, N)
 
 
 JOB = np.dtype([("partials", "u8"), ("out", "u8", 3), ("width", "i4"), ("rows", "i4"), ("columns", "i4"),

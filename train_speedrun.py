@@ -64,7 +64,7 @@ def parameter_table(config, dtype="float32"):
     return {
         "wte": Row((Vp, C), dtype, vocabulary=True, decays=True),
         "lm_head": Row((Vp, C), dtype, vocabulary=True, decays=True, early=True),
-        "lm_headb": Row((Vp,), dtype, vocabulary=True, early=True),
+        "lm_headb": Row((Vp,), dtype, vocabulary=True),
         "ln0w": Row((C,), dtype, ones=True),  # after the embedding
         "ln1w": Row((L, C), dtype, stacked=True, ones=True),
         "qkvw": Row((L, 3 * C, C), dtype, stacked=True, decays=True),

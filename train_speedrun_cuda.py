@@ -13,17 +13,19 @@ import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 import train_gpt2_cuda
 import train_speedrun
-from llmc.errors import UserError, run_main
-from llmc.gpu.geometry import BLOCK_THREADS, ENCODER_PIECE, MATMUL_ROWS, blocks, pack
-from llmc.gpu.matmul import rows
+from llmc.errors import run_main
+from llmc.gpu.cublaslt import CublasLt
+from llmc.gpu.geometry import BLOCK_THREADS, ENCODER_PIECE, MATMUL_ROWS, ROW_GROUPS, WARP, blocks, pack
+from llmc.gpu.matmul import Quantized
 from llmc.gpu.shares import CHUNKS
+from llmc.settings import with_default
 from llmc.tensors import Row
 from train_gpt2_cuda import (GPT2, AdamW, CudaSettings, Normed, attention_backward, attention_forward, column_sums,
                              decode_attention, decode_embed, decode_fc, decode_layernorm, decode_project, decode_qkv,
@@ -38,31 +40,23 @@ from train_speedrun import (CAP, EPS, EXACT, FAST, SCALE, SIZES, MuonSettings, S
 
 @dataclass
 class SpeedrunCudaSettings(MuonSettings, CudaSettings):
+    recompute: int = with_default(CudaSettings, "recompute", -1, "what the backward pass recomputes to save memory (0:"
+                                  " nothing, 1: squared ReLU, 2: RMSNorms too, -1: nothing in bfloat16, squared ReLU in"
+                                  " float32)")
     FROM_SCRATCH = {**SpeedrunSettings.FROM_SCRATCH, "B": 4}
-
-
-def resolve_auto(settings, arch):
-    """As GPT-2's; raises UserError for what this page does not have yet."""
-    settings = train_gpt2_cuda.resolve_auto(replace(settings, recompute=max(0, settings.recompute)), arch)
-    for flag, value, instead in (
-            ("--dtype fp8", settings.precision.fp8, "bfloat16"),
-            ("--recompute", settings.recompute, "0"), ("--matmul kernels", settings.matmul == "kernels", "auto")):
-        if value:
-            raise UserError(f"{flag}: train_speedrun_cuda.py has {instead}")
-    return settings
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # layout: the tables of activations
 
-RECOMPUTED = {0: ()}
+RECOMPUTED = {0: (), 1: ("fch_relu2",), 2: ("fch_relu2", "ln1", "ln2")}  # rows that hold one layer at a time
 READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_relu2", "logits": "lnf"}  # as GPT-2's
 
 
 def activation_table(config, B, T, precision, recompute):
     """name -> Row for what the forward pass saves for the backward pass."""
     L, NH, C, dtype = config.L, config.NH, config.C, precision.dtype
-    return {
+    table = {
         "embedded": Row((B, T, C), precision.residual),
         "ln0": Row((B, T, C), dtype),
         "ln0_rstd": Row((B, T)),
@@ -83,6 +77,7 @@ def activation_table(config, B, T, precision, recompute):
         "lnf_rstd": Row((B, T)),
         "losses": Row((B, T)),
     }
+    return {name: row for name, row in table.items() if name not in RECOMPUTED[recompute]}
 
 
 def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
@@ -90,13 +85,15 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
     L, NH, C, dtype = config.L, config.NH, config.C, precision.dtype
     norm_rows = min(geometry.LAYERNORM_BLOCKS * sm_count, blocks(B * T, geometry.LAYERNORM_ROWS))
     tiles = blocks(B * T, MATMUL_ROWS)
+    recomputed = {name: Row((B, T, 4 * C if name == "fch_relu2" else C), dtype) for name in RECOMPUTED[recompute]}
     return {
-        "forward": {"branch": Row((B, T, C), dtype)},
+        "forward": {"branch": Row((B, T, C), dtype), **recomputed},
         "classifier": {"logits": Row((B, T, config.Vp), dtype)},  # overwritten with their gradient
         "backward": {
             "dfch": Row((B, T, 4 * C), dtype),
             "dqkv": Row((B, T, 3 * C), dtype),
             "D": Row((B, NH, T)),  # within attention_backward
+            **recomputed,
             # partial sums over rows, until column_sums adds them up
             "lnf_partials": Row((norm_rows, 2 * C)),
             "relu2_partials": Row((L, tiles, 4 * C), stacked=True),
@@ -107,6 +104,12 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
             "wte_partials": Row((blocks(2 * B * T, ENCODER_PIECE), C)),  # within encoder_backward
         },
     }
+
+
+def gradient_table(config, B, T, precision):
+    """GPT-2's, and sums of dlogits, whose place the phase of the backward pass takes."""
+    sums = {"headb_partials": Row((blocks(B * T, 8 * MATMUL_ROWS), config.Vp))}
+    return train_gpt2_cuda.gradient_table(config, B, T, precision) | sums
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -120,13 +123,21 @@ def qknorm_forward(device, qkv, rstd, rope, B, T, NH, HS):
     device.launch("qknorm_forward", grid, (BLOCK_THREADS,), qkv, rstd, rope, SCALE * math.sqrt(HS), EPS, B * T, T)
 
 
-def qknorm_backward(device, dqkv, partials, qkv, rstd, rope, B, T, NH, HS):
-    """Turn dqkv (B,T,3C), in place, from the gradient of what qknorm_forward wrote into that of what it read; partials
-    (blocks, 3C) =, for column_sums: of dqkv."""
-    g = device.geometry
-    grid = blocks(dqkv.shape[-1], g.QKNORM_COLUMN_THREADS * pack(dqkv)), partials.shape[0]
-    device.launch("qknorm_backward", grid, (g.QKNORM_COLUMN_THREADS, g.QKNORM_ROW_GROUPS), dqkv, partials, qkv, rstd,
-                  rope, SCALE * math.sqrt(HS), B * T, T)
+def qknorm_backward(device, dinp, partials, dqkv, qkv, rstd, rope, B, T, NH, HS):
+    """dinp (B,T,3C) = the gradient of what qknorm_forward read, from dqkv, that of what it wrote; partials (blocks, 3C)
+    =, for column_sums: of dinp. dinp may be dqkv itself or, in FP8, a Quantized."""
+    name, outs = "qknorm_backward", (dinp,)
+    if isinstance(dinp, Quantized):
+        name, outs = "qknorm_backward_fp8", (dinp.plain, *dinp.noted)
+    grid = blocks(dqkv.shape[-1], WARP * pack(dqkv)), partials.shape[0]
+    device.launch(name, grid, (WARP, ROW_GROUPS), *outs, partials, dqkv, qkv, rstd, rope, SCALE * math.sqrt(HS), B * T,
+                  T)
+
+
+def logits_bias_backward(device, partials, dlogits, factor, N):
+    """partials (blocks, Vp) =, for column_sums: of dlogits (N,Vp) times factor."""
+    grid = blocks(dlogits.shape[-1], WARP * pack(dlogits)), partials.shape[0]
+    device.launch("logits_bias_backward", grid, (WARP, ROW_GROUPS), partials, dlogits, factor, N)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -185,7 +196,8 @@ class Muon(AdamW):
     def __init__(self, matmul, settings, params, grads, shares, rank):
         super().__init__(matmul, settings, params, grads, shares, rank)
         chunks, first, rest = shares.chunks(rank)[0], *(CHUNKS.itemsize * end for end in self.ends[:2])
-        self.groups["rest"], self.cublaslt = self.groups["all"][first:rest], matmul.cublaslt
+        self.groups["rest"] = self.groups["all"][first:rest]
+        self.cublaslt = matmul.cublaslt or CublasLt(self.device, settings.precision, matmul.stream_workspace)
         self.newton_schulz = EXACT if settings.update_tokens >= 2**17 else FAST
         self.of_stacks = []  # (stack, its chunks, the number of its first element in this share)
         for stack in self.stacks(shares.table):
@@ -285,15 +297,14 @@ class Speedrun(GPT2):
 
     TITLE, MAGIC, Config = train_speedrun.Speedrun.TITLE, train_speedrun.Speedrun.MAGIC, train_speedrun.Config
     Settings = SpeedrunCudaSettings
-    KERNELS = ("encoder", "rmsnorm", "qknorm", "attention", "gelu", "matmul", "classifier", "transpose", "column_sums",
-               "update", "muon")
+    KERNELS = ("encoder", "rmsnorm", "qknorm", "attention", "gelu", "matmul", "classifier", "logits_bias", "transpose",
+               "column_sums", "update", "muon")
     CONSTANTS = {"MODEL_RELU2": 1, "MODEL_BIASES": 1, "MODEL_CAP": f"{CAP}f", "MODEL_QK_SCALE": f"{SCALE}f"}
     READS, RECOMPUTED, Optimizer = READS, RECOMPUTED, Muon
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
     activation_table, phase_tables = staticmethod(activation_table), staticmethod(phase_tables)
-    decode_layers = staticmethod(decode_layers)
+    gradient_table, decode_layers = staticmethod(gradient_table), staticmethod(decode_layers)
     decode_constants = staticmethod(lambda config, T: {"rope": np.stack(rope_table(config, T), axis=-1)})  # (T,HS/2,2)
-    resolve_auto = staticmethod(resolve_auto)
 
     def linear(self, name, l=0):
         if name != "logits":
@@ -329,22 +340,17 @@ class Speedrun(GPT2):
             residual, below, addend = a.residual3, a.residual2, branch
         residual_rmsnorm_forward(device, residual, acts.lnf, acts.lnf_rstd, below, branch, params.lnfw, EPS, B, T, C)
 
-    def backward_head(self, acts, scale):
-        """As GPT-2's; dlm_headb = the sum of dlogits' rows, by a matmul with ones."""
-        super().backward_head(acts, scale)
-        N, dtype = acts.B * acts.T, acts.logits.dtype
-        ones = self.device.upload(np.full((1, N), 0x3F80 if dtype == np.uint16 else 1.0, dtype)).view(dtype)
-        self.matmul.cublaslt.multiply(self.grads.lm_headb.reshape(1, -1), ones, rows(acts.logits),
-                                      scale=scale / self.dlogits_scale(scale))
-
     def backward(self, acts, inputs, scale):
         """self.grads = the gradients of the last batch's loss, as GPT-2's."""
         device, linear, params, grads, config = self.device, self.linear, self.params, self.grads, self.config
         B, T, C, NH, HS, N = acts.B, acts.T, config.C, config.NH, config.HS, acts.B * acts.T
+        recomputed = RECOMPUTED[self.settings.recompute]
         dresidual, dbranch, weight_gradient = acts.dresidual, acts.dbranch, self.weight_gradient
         partials = []  # (partial sums, the gradients that column_sums makes of them): of biases and RMSNorms
 
         self.backward_head(acts, scale)
+        logits_bias_backward(device, acts.headb_partials, acts.logits, scale / self.dlogits_scale(scale), N)
+        column_sums(device, [(acts.headb_partials, (grads.lm_headb,))])
         rmsnorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3, params.lnfw,
                          acts.lnf_rstd, False, B, T, C)
         # dresidual's column sums, the second of the partials, are dfcprojb; after ln2's backward pass, dattprojb
@@ -356,10 +362,13 @@ class Speedrun(GPT2):
             fcprojb_below = self.grad_layers[l - 1].fcprojb if l > 0 else None
 
             device.wait(dfch_read)
-            matmul_gelu_backward_inp(device, linear("fcproj", l), a.dfch, a.relu2_partials, None, dresidual, a.fch, N,
+            relu2 = a.fch_relu2 if "fch_relu2" in recomputed else None
+            matmul_gelu_backward_inp(device, linear("fcproj", l), a.dfch, a.relu2_partials, relu2, dresidual, a.fch, N,
                                      4 * C)
             partials.append((a.relu2_partials, (g.fcb,)))
             dresidual_read = weight_gradient("fcproj", l, dresidual, a.fch_relu2)
+            if "ln2" in recomputed:
+                rmsnorm_forward(device, a.ln2, a.ln2_rstd, a.residual2, p.ln2w, EPS, B, T, C)
             dfch_read = weight_gradient("fc", l, a.dfch, a.ln2)
             linear("fc", l).backward_inp(dbranch, a.dfch)
             device.wait(dresidual_read)
@@ -368,9 +377,11 @@ class Speedrun(GPT2):
             dresidual_read = weight_gradient("attproj", l, dresidual, a.atty)
             linear("attproj", l).backward_inp(dbranch, dresidual)
             device.wait(dqkv_read)
-            attention_backward(device, a.dqkv, acts.D, None, dbranch, a.qkv, a.atty, a.lse, None, B, T, NH, NH, HS)
-            qknorm_backward(device, a.dqkv, a.qknorm_partials, a.qkv, a.qk_rstd, acts.rope, B, T, NH, HS)
+            attention_backward(device, acts.dqkv, acts.D, None, dbranch, a.qkv, a.atty, a.lse, None, B, T, NH, NH, HS)
+            qknorm_backward(device, a.dqkv, a.qknorm_partials, acts.dqkv, a.qkv, a.qk_rstd, acts.rope, B, T, NH, HS)
             partials.append((a.qknorm_partials, (g.qkvb,)))
+            if "ln1" in recomputed:
+                rmsnorm_forward(device, a.ln1, a.ln1_rstd, residual, p.ln1w, EPS, B, T, C)
             dqkv_read = weight_gradient("qkv", l, a.dqkv, a.ln1)
             linear("qkv", l).backward_inp(dbranch, a.dqkv)
             device.wait(dresidual_read)

@@ -2,8 +2,7 @@
 Where the time of a training step goes, kernel by kernel; needs a GPU.
 
     make profile                            # the model of make train; another: MODEL=gpt2_d12.bin ARGS="-b 64"
-    python dev/profile_gpu.py -e gpt2_d12.bin -b 64 --matmul cublaslt       # with GELU as a kernel of its own
-    python dev/profile_gpu.py -e l12 -b 32                                  # a Llama
+    python dev/profile_gpu.py -e l12 -b 32 --matmul cublaslt                # with SwiGLU as a kernel of its own
 
 The flags are those of train_gpt2_cuda.py; -x is the number of timed steps (10 if not given), on random tokens with
 learning rate 0. Each launch is timed alone, on one stream, by a pair of events, minus the time of a pair with nothing
@@ -37,6 +36,7 @@ from llmc.gpu.cublaslt import is_transposed
 from llmc.gpu.matmul import Linear
 from llmc.gpu.precision import describe_precision
 from llmc.gpu.trainer import open_device, open_trainer  # noqa: F401  (for the kernel library, too)
+from llmc.gpu.shares import CHUNKS, UPDATE_CHUNK
 from llmc.resume import read_start
 from llmc.settings import parse_settings
 from llmc.tensors import Row, bf16_bits
@@ -100,8 +100,8 @@ ARRAYS = {"encoder_forward": (0, 0), "encoder_backward_wpe": (0, 1), "residual_l
           "residual_layernorm_forward_fp8": (0, 1, 2, 8, 9), "residual_rmsnorm_forward": (0, 1, 3, 4),
           "residual_rmsnorm_forward_fp8": (0, 1, 2, 7, 8), "gelu_forward": (0, 1), "gelu_backward": (0, 2, 3, 4),
           "swiglu_forward": (0, 1), "swiglu_backward": (0, 1, 2, 3), "transpose": (1, 1), "quantize": (0, 1, 2),
-          "qknorm_backward": (0, 0, 2), "muon_momentum": (0, 0, 1, 3, 4), "muon_normalize": (0, 0),
-          "muon_polynomial": (0, 1, 2), "muon_update": (0, 1, 1, 2),
+          "qknorm_backward": (0, 2, 3), "qknorm_backward_fp8": (0, 5, 6), "muon_squares": (1,),
+          "muon_normalize": (0, 0), "muon_polynomial": (0, 1, 2),
           "loss_mean": (1,), "global_norm": (1, 2), "prepare_scales": (), "prepare_update": ()}
 BYTES = {  # kernel -> the same, as bytes, where it depends on more
     "copy_batch": lambda batch, pinned, control, words, begin, end: 8 * (end - begin),
@@ -113,6 +113,11 @@ BYTES = {  # kernel -> the same, as bytes, where it depends on more
         size_of(dinp, dout, inp) + rest[-2] * size_of(dinp))),  # rest[-2]: add_residual
     "classifier": lambda losses, logits, targets, dloss, write_gradient, N: (  # in FP8, it writes half as many
         size_of(logits) + write_gradient * size_of(logits) // (1 + (dloss == DLOGITS_SCALE))),
+    "logits_bias_backward": lambda partials, dlogits, factor, N: size_of(dlogits) // (1 + (factor < 2**-15)),  # in FP8
+    "muon_momentum": lambda m, u, sums, grads, chunks, *_: (8 + u.itemsize + grads.itemsize + 4 * (
+        sums is not None)) * chunks.size // CHUNKS.itemsize * UPDATE_CHUNK,
+    "muon_update": lambda params, master, u, chunks, *_: (u.itemsize + params.itemsize + (
+        params.itemsize if master is None else 8)) * chunks.size // CHUNKS.itemsize * UPDATE_CHUNK,
     "column_sums": lambda jobs: sum(4 * int(job["rows"]) * int(job["columns"]) for job in jobs.get().view(JOB)),
     "add_gradients": lambda sums, gradients, chunks, ranks, first: (
         size_of(sums, None if first else sums) + sums.size * ranks * gradients.itemsize),

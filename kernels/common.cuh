@@ -296,17 +296,30 @@ __device__ inline float2 sum_over_warps(float2 x, int buffer) {
     return x;
 }
 
-// partials (gridDim.y,columns), row blockIdx.y =: the block (32,ROWS) adds up the rows of `sum`, PACK columns from c on.
-template <int ROWS>
-__device__ inline void store_column_sums(float* partials, Floats sum, int c, int columns) {
-    __shared__ Floats sums[ROWS][32];
+// ---------------------------------------------------------------------------------------------------------------------
+// sums over the rows of an (N,columns) tensor. Block (32, ROW_GROUPS); grid (columns / (32 * PACK) rounded up, any number
+// of blocks that share the rows): each writes a row of partial sums, which column_sums adds up.
+
+struct BlockRows {
+    int c;           // the first of PACK columns that this thread has
+    int begin, end;  // the block's rows; a thread has every ROW_GROUPS-th of them
+    __device__ explicit BlockRows(int N) : c((blockIdx.x * 32 + threadIdx.x) * PACK) {
+        const int rows = (N + gridDim.y - 1) / gridDim.y;
+        begin = blockIdx.y * rows, end = min(N, begin + rows);
+    }
+};
+
+// partials (gridDim.y,columns) = the sums over the block of each thread's `sum`, if `exists`; column(k): of its k-th.
+template <class Column>
+__device__ inline void store_column_sums(float* partials, Floats sum, bool exists, int columns, const Column& column) {
+    __shared__ Floats sums[ROW_GROUPS][32];
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
-    if (threadIdx.y > 0 || c >= columns) return;
-    for (int i = 1; i < ROWS; i++) {
+    if (threadIdx.y > 0 || !exists) return;
+    for (int i = 1; i < ROW_GROUPS; i++) {
 #pragma unroll
         for (int k = 0; k < PACK; k++) sum.x[k] += sums[i][threadIdx.x].x[k];
     }
 #pragma unroll
-    for (int k = 0; k < PACK; k++) partials[int64(blockIdx.y) * columns + c + k] = sum.x[k];
+    for (int k = 0; k < PACK; k++) partials[int64(blockIdx.y) * columns + column(k)] = sum.x[k];
 }

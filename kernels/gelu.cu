@@ -17,8 +17,6 @@
 
 #include "gelu.cuh"
 
-constexpr int COLUMN_THREADS = GELU_COLUMN_THREADS, ROWS = GELU_ROW_GROUPS;  // ROWS: per block, at a time
-
 // One thread per pack; grid (N*F / PACK / 256).
 extern "C" __global__ void gelu_forward(element* out, const element* inp, int N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
@@ -29,18 +27,14 @@ extern "C" __global__ void gelu_forward(element* out, const element* inp, int N)
     store(out + i, x);
 }
 
-// Block (COLUMN_THREADS, ROWS): a thread has one pack of columns in every ROWS-th of the block's rows. Grid (F /
-// (COLUMN_THREADS * PACK) rounded up, any number of blocks that share the rows); partials (gridDim.y, F) float32. out
-// may be null.
-extern "C" __global__ void __launch_bounds__(COLUMN_THREADS * ROWS, 4)
+// Block and grid: see BlockRows; partials (gridDim.y, F) float32. out may be null.
+extern "C" __global__ void __launch_bounds__(32 * ROW_GROUPS, 4)
 gelu_backward(element* dinp, float* partials, element* out, const element* inp, const element* dout, int N) {
-    const int c = (blockIdx.x * COLUMN_THREADS + threadIdx.x) * PACK;
-    const int rows = (N + gridDim.y - 1) / gridDim.y;
-    const int begin = blockIdx.y * rows, end = min(N, begin + rows);
+    const auto [c, begin, end] = BlockRows(N);
     Floats sum = {};
     if (c < F) {
 #pragma unroll 2
-        for (int row = begin + threadIdx.y; row < end; row += ROWS) {
+        for (int row = begin + threadIdx.y; row < end; row += ROW_GROUPS) {
             const int64 i = int64(row) * F + c;
             const Floats x = load(inp + i);
             Floats d = load(dout + i), y;
@@ -55,5 +49,5 @@ gelu_backward(element* dinp, float* partials, element* out, const element* inp, 
             if (out) store(out + i, y);
         }
     }
-    store_column_sums<ROWS>(partials, sum, c, F);
+    store_column_sums(partials, sum, c < F, F, [c = c](int k) { return c + k; });
 }

@@ -12,11 +12,12 @@
 // Bound by bytes: forward moves 4 elements for each of C channels, backward 8.
 
 #include "rope.cuh"
+#if QKNORM_FP8
+#include "fp8.cuh"
+#endif
 
 constexpr int LANES = HS / PACK;  // that share a head
 static_assert(LANES * PACK == HS && LANES <= 32 && (LANES & LANES - 1) == 0, "a head has 1, 2, 4.. lanes of a warp");
-constexpr int COLUMN_THREADS = QKNORM_COLUMN_THREADS, ROWS = QKNORM_ROW_GROUPS;
-static_assert(COLUMN_THREADS == 32, "a warp has a head's lanes side by side");
 
 __device__ inline float head_sum(float x) {
 #pragma unroll
@@ -48,17 +49,14 @@ extern "C" __global__ void qknorm_forward(element* qkv, float* rstd, const float
     if (c % HS == 0) rstd[int64(row) * (NH + NKV) + c / HS] = r;
 }
 
-// Block (COLUMN_THREADS, ROWS): a thread has one pack of columns in every ROWS-th of the block's rows. Grid (QKV /
-// (COLUMN_THREADS * PACK) rounded up, any number of blocks that share the rows); partials (gridDim.y, QKV) float32.
-extern "C" __global__ void __launch_bounds__(COLUMN_THREADS * ROWS)
-qknorm_backward(element* dqkv, float* partials, const element* qkv, const float* rstd, const float2* rope, float scale,
-                int N, int T) {
-    const int c = (blockIdx.x * COLUMN_THREADS + threadIdx.x) * PACK;
-    const int rows = (N + gridDim.y - 1) / gridDim.y;
-    const int begin = blockIdx.y * rows, end = min(N, begin + rows);
+// store_pack(its number in dqkv, its column, dx) for each pack, by all lanes of a warp at once.
+template <class Store>
+__device__ inline void backward(float* partials, const element* dqkv, const element* qkv, const float* rstd,
+                                const float2* rope, float scale, int N, int T, const Store& store_pack) {
+    const auto [c, begin, end] = BlockRows(N);
     const float s = c < Q ? scale : 1.0f;
     Floats sum = {};
-    for (int row = begin + threadIdx.y; row < end; row += ROWS) {
+    for (int row = begin + threadIdx.y; row < end; row += ROW_GROUPS) {
         const int64 i = int64(row) * QKV + c;
         Floats d = {}, y = {};
         if (c < QKV) d = load(dqkv + i);
@@ -76,10 +74,41 @@ qknorm_backward(element* dqkv, float* partials, const element* qkv, const float*
                                                  r * (s * d.x[k + 1] - y.x[k + 1] * mean), angles[k / 2]);
                 d.x[k] = pair.x, d.x[k + 1] = pair.y;
             }
-            store(dqkv + i, d);
         }
+        store_pack(i, c, d);
 #pragma unroll
         for (int k = 0; k < PACK; k++) sum.x[k] += d.x[k];
     }
-    store_column_sums<ROWS>(partials, sum, c, QKV);
+    store_column_sums(partials, sum, c < QKV, QKV, [c = c](int k) { return c + k; });
 }
+
+// Block and grid: see BlockRows; partials (gridDim.y, QKV) float32. dx (N,QKV) may be dqkv itself, whose values stay.
+extern "C" __global__ void __launch_bounds__(32 * ROW_GROUPS)
+qknorm_backward(element* dx, float* partials, const element* dqkv, const element* qkv, const float* rstd,
+                const float2* rope, float scale, int N, int T) {
+    backward(partials, dqkv, qkv, rstd, rope, scale, N, T, [&](int64 i, int c, const Floats& d) {
+        if (c < Q + KV || dx != dqkv && c < QKV) store(dx + i, d);
+    });
+}
+
+#if QKNORM_FP8
+// dx in 8 bits; fp8_scale .. counts: see fp8.cu.
+extern "C" __global__ void __launch_bounds__(32 * ROW_GROUPS)
+qknorm_backward_fp8(unsigned char* dx, const float* fp8_scale, int* largest, int64* counts, float* partials,
+                    const element* dqkv, const element* qkv, const float* rstd, const float2* rope, float scale, int N,
+                    int T) {
+    const float to_bytes = *fp8_scale;
+    AmaxStats stats(to_bytes);
+    backward(partials, dqkv, qkv, rstd, rope, scale, N, T, [&](int64 i, int c, const Floats& d) {
+        const uint32 lanes = __ballot_sync(0xffffffff, c < QKV);
+        if (c >= QKV) return;
+        Floats x;
+#pragma unroll
+        for (int k = 0; k < PACK; k++) x.x[k] = d.x[k] * to_bytes;
+        const uint32 bytes[2] = {four_bytes(x.x[0], x.x[1], x.x[2], x.x[3]), four_bytes(x.x[4], x.x[5], x.x[6], x.x[7])};
+        stats.add(d.x, bytes);
+        *reinterpret_cast<uint2*>(dx + i) = in_order({bytes[0], bytes[1]}, lanes);
+    });
+    stats.publish(largest, counts);
+}
+#endif

@@ -1,6 +1,7 @@
 """FP8: the rounding, its scales, quantized copies and matmuls against NumPy; and runs."""
 
 import dataclasses
+import functools
 import itertools
 import re
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ import train_gpt2
 import train_gpt2_cuda as cuda
 import train_llama3
 import train_llama3_cuda as llama_cuda
+import train_speedrun
+import train_speedrun_cuda as speedrun_cuda
 from conftest import on_stream
 from llmc.gpu.device import Device, copy_to_gpu, to_float32
 from check_gpu import COLUMN_ORDER, ROW_ORDER, decode_e5m2, dlogits_of, natural
@@ -32,9 +35,10 @@ from test_matmul_swiglu import frame_sizes
 
 FP8 = Precision("bfloat16", fp8=True)
 NUMBERS = decode_e4m3(np.arange(256, dtype=np.uint8))
-LAYERS = SimpleNamespace(KERNELS=("matmul", "gelu"), CONSTANTS={})
+LAYERS = SimpleNamespace(KERNELS=("matmul", "gelu", "qknorm", "logits_bias"), CONSTANTS={})
 GPT2 = train_gpt2.Config(64, 257, 2, 3, 192, 384)
 LLAMA = train_llama3.Config(64, 257, 2, 4, 2, 64, 384, 96, 16)
+SPEEDRUN = train_speedrun.Config(64, 257, 2, 3, 192, 384)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -83,7 +87,8 @@ def test_norms_compile_and_their_blocks_fit(C):
 
 
 @pytest.mark.parametrize("T, recompute", ((32, 0), (32, 1), (40, 2)))
-@pytest.mark.parametrize("architecture, config", ((cuda.GPT2, GPT2), (llama_cuda.Llama3, LLAMA)), ids=("gpt2", "llama"))
+@pytest.mark.parametrize("architecture, config", (
+    (cuda.GPT2, GPT2), (llama_cuda.Llama3, LLAMA), (speedrun_cuda.Speedrun, SPEEDRUN)))
 def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, config, T, recompute):
     """Two updates with accumulation on a fake GPU; attproj stays in bfloat16."""
     gpu = fake_gpu.gpu._replace(arch="sm_90a")
@@ -395,8 +400,7 @@ def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, sm_count):
     if sm_count:
         monkeypatch.setattr(device, "sm_count", sm_count)
     on_stream(device)
-    fp8 = make_fp8(matmul, 16)
-    slot, dtype = fp8.slot("qkv", 1, "dout"), "bfloat16"
+    dtype = "bfloat16"
     inp, dout = on_gpu(random(B, T, QKV, seed=1, dtype=dtype), random(B, T, NH * HS, seed=2, dtype=dtype), dtype=dtype)
     out, lse = unwritten(B, T, NH * HS, dtype=dtype), unwritten(B, NH, T)
     cuda.attention_forward(device, out, lse, inp, *sizes)
@@ -408,21 +412,46 @@ def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, sm_count):
         return partials.get()
 
     for rope, highest in ((None, 224), (angles, 2000)):
-        rounded = unwritten(B, T, QKV, dtype=dtype)
-        partials = backward(rounded, rope)
-        exact = to_float32(rounded).reshape(B * T, QKV)
-        scale = 2.0 ** np.floor(np.log2(highest / np.abs(exact).max()))
-        fp8.forget()
-        fp8.state.scales[slot] = scale
-        got = Quantized(bytes_on_gpu((B * T, QKV)), None, fp8.noted("qkv", 1, "dout"))
-        assert backward(got, rope).tobytes() == partials.tobytes()
-        numbers, expected = decode_e4m3(in_natural_order(got)[0]), np.clip(exact * scale, -LARGEST, LARGEST)
-        step = np.ldexp(1.0, np.maximum(np.frexp(expected * (1 + 2.0**-8))[1], -5) - 4)
-        assert (np.abs(numbers - expected) <= step / 2 + np.abs(expected) * 2.0**-8).all()
-        assert (numbers != round_e4m3(expected)).mean() < 2.0**-4  # where bfloat16's rounding made a tie
-        largest = fp8.state.largest.get()[slot : slot + 1].view(np.float32)[0]
-        assert abs(largest / np.abs(exact).max() - 1) < 2.0**-8
-        assert_noted(fp8, slot, largest, numbers)
+        check_dqkv(matmul, functools.partial(backward, rope=rope), unwritten(B, T, QKV, dtype=dtype), highest)
+
+
+def check_dqkv(matmul, backward, rounded, highest):
+    """backward(dqkv) -> partial sums: dqkv in 8 bits, as in bfloat16 (B,T,QKV), whose largest number is scaled to
+    `highest` at most."""
+    fp8, N, QKV = make_fp8(matmul, 16), rounded[..., 0].size, rounded.shape[-1]
+    slot, partials = fp8.slot("qkv", 1, "dout"), backward(rounded)
+    exact = to_float32(rounded).reshape(N, QKV)
+    scale = 2.0 ** np.floor(np.log2(highest / np.abs(exact).max()))
+    fp8.state.scales[slot] = scale
+    got = Quantized(bytes_on_gpu((N, QKV)), None, fp8.noted("qkv", 1, "dout"))
+    assert backward(got).tobytes() == partials.tobytes()
+    numbers, expected = decode_e4m3(in_natural_order(got)[0]), np.clip(exact * scale, -LARGEST, LARGEST)
+    step = np.ldexp(1.0, np.maximum(np.frexp(expected * (1 + 2.0**-8))[1], -5) - 4)
+    assert (np.abs(numbers - expected) <= step / 2 + np.abs(expected) * 2.0**-8).all()
+    assert (numbers != round_e4m3(expected)).mean() < 2.0**-4  # where bfloat16's rounding made a tie
+    largest = fp8.state.largest.get()[slot : slot + 1].view(np.float32)[0]
+    assert abs(largest / np.abs(exact).max() - 1) < 2.0**-8
+    assert_noted(fp8, slot, largest, numbers)
+
+
+@pytest.mark.parametrize("B, T", ((3, 16), (2, 105), (1, 1)))
+def test_qknorm_backward_and_the_bias_of_logits(matmul, B, T):
+    NH, HS, dtype = GPT2.NH, GPT2.HS, "bfloat16"
+    qkv, dqkv = (on_gpu(random(B, T, 3 * GPT2.C, seed=seed, dtype=dtype), dtype=dtype) for seed in (1, 2))
+    rstd, angles = (on_gpu(random(*shape, seed=3) ** 2) for shape in ((B, T, 2 * NH), (T, HS // 2, 2)))
+
+    def backward(dinp):
+        partials = unwritten(blocks(B * T, 64), 3 * GPT2.C)
+        speedrun_cuda.qknorm_backward(matmul.device, dinp, partials, dqkv, qkv, rstd, angles, B, T, NH, HS)
+        return partials.get()
+
+    for highest in (224, 2000):
+        check_dqkv(matmul, backward, unwritten(B, T, 3 * GPT2.C, dtype=dtype), highest)
+    bits = np.random.default_rng(4).integers(0, 256, (B, T, 2 * GPT2.Vp), np.uint8) & 0xBF  # finite
+    dlogits, partials = matmul.device.upload(bits).view(np.uint16), unwritten(2, GPT2.Vp)
+    speedrun_cuda.logits_bias_backward(matmul.device, partials, dlogits, 0.5, B * T)
+    expected = dlogits_of(dlogits).astype(np.float64)
+    assert np.allclose(partials.get().sum(0), 0.5 * expected.sum((0, 1)), rtol=0, atol=1e-6 * np.abs(expected).sum())
 
 
 @pytest.mark.parametrize("sm_count, splits", ((None, None), (3, 1), (132, 5)))

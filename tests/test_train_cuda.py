@@ -335,7 +335,8 @@ OF_LLAMA["kernels"] = *DTYPES["kernels"], "--float32_grads", 1
 
 
 @pytest.fixture(params=[("GPT-2", *dtype) for dtype in DTYPES.items()] + [
-    (model, *dtype) for model in LLAMAS for dtype in OF_LLAMA.items()], ids=lambda kind: f"{kind[0]}-{kind[1]}")
+    (model, *dtype) for model in (*LLAMAS, "speed run") for dtype in OF_LLAMA.items()],
+    ids=lambda kind: f"{kind[0]}-{kind[1]}")
 def kind(request, gpu_workplace):
     """(a model's name, train(flag, ...) of it, the flags of a dtype)."""
     model, _, flags = request.param

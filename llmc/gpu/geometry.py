@@ -24,6 +24,7 @@ MATMUL_ROWS = 128  # of an output tile of a matmul, which writes one row of colu
 ENCODER_PIECE = 32  # positions of one token that a warp adds up; if a token has more, each piece writes a row of sums
 CLASSIFIER_ROW = 8 * 1024 * 32  # bytes of a row of logits that a multiprocessor can hold, on Hopper
 FP8_HISTORY = 16  # updates whose amax a scale follows from
+ROW_GROUPS = 8  # of a block that adds up columns: common.cuh's BlockRows
 ATTENTION_ROWS = 64  # of the attention's gradient, for which one row of column sums is written
 
 KERNELS = {  # layer -> its kernels
@@ -44,6 +45,7 @@ KERNELS = {  # layer -> its kernels
     "fp8": ("quantize", "prepare_scales"),
     "norm_fp8": ("residual_layernorm_forward_fp8", "residual_rmsnorm_forward_fp8"),
     "classifier": ("classifier",),
+    "logits_bias": ("logits_bias_backward",),
     "transpose": ("transpose",),
     "column_sums": ("column_sums",),
     "update": ("copy_batch", "loss_mean", "add_gradients", "global_norm", "prepare_update", "adamw_update",
@@ -98,7 +100,7 @@ def kernel_files(architecture, config, precision, arch, matmul="auto"):
         names["attention"] = "hopper/attention"
     if ours:
         names |= {layer: f"hopper/{layer}" for layer in names if layer in OWN_MATMULS}
-    more = {"hopper/attention": ATTENTION_FP8} if precision.fp8 else {}
+    more = {"hopper/attention": ATTENTION_FP8, "qknorm": ("qknorm_backward_fp8",)} if precision.fp8 else {}
     files, geometry = {}, layer_geometry(config, precision, arch)
     constants = model_constants(config, precision) | architecture.CONSTANTS
     for layer, name in names.items():
@@ -112,7 +114,7 @@ def model_constants(config, precision):
     """The -D constants of every file."""
     sizes = {f"MODEL_{name.upper()}": getattr(config, name) for name in ("C", "NH", "NKV", "HS", "F", "V", "Vp")}
     return sizes | {"BFLOAT16": int(precision.bf16), "FLOAT32_GRADS": int(precision.grads == "float32"),
-                    "TF32": precision.tf32}
+                    "TF32": precision.tf32, "ROW_GROUPS": ROW_GROUPS}
 
 
 def launch_geometry(config, precision, arch):
@@ -130,15 +132,16 @@ def layer_geometry(config, precision, arch):
         "rmsnorm": layernorm_geometry(config, precision, arch),
         "norm_fp8": layernorm_geometry(config, precision, arch) | norm_fp8_geometry(config),
         "rope": {},
-        "qknorm": {"QKNORM_COLUMN_THREADS": WARP, "QKNORM_ROW_GROUPS": 8},
+        "qknorm": {"QKNORM_FP8": int(precision.fp8)},
         "attention": attention_geometry(config, precision, arch),
-        "gelu": {"GELU_COLUMN_THREADS": WARP, "GELU_ROW_GROUPS": 8},
+        "gelu": {},
         "swiglu": {},
         "matmul": matmul,
         "matmul_swiglu": matmul,
         "matmul_fp8": matmul | matmul_fp8_geometry(config),
         "fp8": {"FP8_SIDE": 64, "FP8_THREADS": 128, "FP8_HISTORY": FP8_HISTORY},
         "classifier": classifier_geometry(config, precision, arch),
+        "logits_bias": {"LOGITS_FP8": int(precision.fp8)},
         "transpose": {"TRANSPOSE_SIDE": 64, "TRANSPOSE_THREADS": 256},
         "column_sums": {"COLUMN_SUMS_THREADS": 512, "COLUMN_SUMS_COLUMNS": WARP},
         "update": UPDATE, "muon": UPDATE,

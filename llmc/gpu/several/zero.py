@@ -244,9 +244,8 @@ class SharedPasses:
 
     def backward_head(self, acts, scale):
         super().backward_head(acts, scale)
-        for name, row in self.params.table.items():
-            if row.early:
-                self.several.weight_done(name, None, None)
+        if "lm_head" in self.params.table:
+            self.several.weight_done("lm_head", None, None)
 
     def weight_gradient(self, name, l, dout, inp):
         done = super().weight_gradient(name, l, dout, inp)
