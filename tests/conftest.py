@@ -31,6 +31,8 @@ import pytest
 
 import train_gpt2
 import train_gpt2_cuda
+import train_llama3
+from llmc.api import pages
 from llmc.checkpoint import write_model
 from llmc.dataloader import write_tokens
 from llmc.debugstate import DebugState, fingerprint
@@ -39,6 +41,7 @@ from llmc.gpu import cublaslt, decoder, device, fp8, matmul, memory, trainer
 from llmc.gpu.several import ranks
 from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, flat
+from llmc.threads import parallel_blocks
 from llmc.tokenizer import write_tokenizer
 from train_gpt2 import Config
 
@@ -47,6 +50,7 @@ CASES = 4  # of each test that needs a GPU, spread over its list: sizes, precisi
 GPT2_124M = Config(maxT=1024, V=50257, L=12, NH=12, C=768, Vp=50304)
 SMALL = Config(maxT=32, V=257, L=2, NH=3, C=24, Vp=384)
 SMALL_HEADS = Config(maxT=64, V=257, L=2, NH=2, C=32, Vp=384)  # which the GPU's kernels take
+SMALL_LLAMA = train_llama3.Config(maxT=64, V=131, L=2, NH=4, NKV=2, C=48, Vp=256, F=40, HS=16, tied=0)
 BYTES = [bytes([i]) for i in range(256)] + [b"<|endoftext|>"]  # a vocabulary
 
 
@@ -152,12 +156,20 @@ def optimizer_of(m, v):
 
 
 def make_model(B, T, micro_steps=0, config=SMALL, params=None):
-    """A GPT2 with its activations and, with micro_steps, all that training needs."""
-    model = train_gpt2.GPT2(config, params or random_params(config))
+    """A model of either kind with its activations and, with micro_steps, all that training needs."""
+    architecture = next(page for page in pages() if page.Config is type(config))
+    model = architecture(config, params or random_params(config))
     model.allocate_activations(B, T)
     if micro_steps:
         model.allocate_training(B, T, micro_steps)
     return model
+
+
+@pytest.fixture
+def in_blocks(monkeypatch):
+    """What a layer does in blocks has three or four, the last one smaller; so few numbers would be one."""
+    for page in (train_gpt2, train_llama3):
+        monkeypatch.setattr(page, "parallel_blocks", lambda work, n, block=0: parallel_blocks(work, n, n // 3 or 1))
 
 
 def draw_slowly(T, prompt, count, choice=Choice()):

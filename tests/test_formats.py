@@ -17,7 +17,7 @@ from llmc.sampler import Random, Writer
 from llmc.shuffle import Position
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32, check_finite, flat, table_elements
 from llmc.tokenizer import Tokenizer, read_tokenizer, write_tokenizer
-from llmc.debugstate import fingerprint, read_debug_state, write_debug_state
+from llmc.debugstate import check_tensor, fingerprint, read_debug_state, write_debug_state
 from train_gpt2 import activation_table, GPT2, parameter_table
 
 OFFSETS = {  # byte offset of each tensor of 124M in version 3
@@ -102,6 +102,7 @@ def test_debug_state_round_trip(tmp_path, version):
     path.write_bytes(data)
     read = read_debug_state(path, SMALL, params)
     assert read.losses is None and read.optimizer is None
+    assert not check_tensor("another shape", state.logits[None], state.logits, np.inf)
 
 
 def test_tokenizer_round_trip(tmp_path):

@@ -47,10 +47,12 @@ def test_a_forward_pass_over_all_gives_the_same(samples_of, prompt, count, flags
 
 
 def test_log_probabilities(samples_of):
-    found = samples_of("--prompt_ids", 7, "--tokens", 12, "--temperature", 2.0, "--ignore_eot")[0]
-    model, tokens = make_model(1, 12), np.array([[7, *found["ids"]]], np.int32)
-    model.forward(tokens[:, :-1], tokens[:, 1:])
-    np.testing.assert_allclose(found["logprobs"], -model.acts.losses[0], rtol=0, atol=1e-5)
+    """Of samples that go on from one pass over the prompt."""
+    flags = ("--prompt_ids", 7, 8, 9, "--tokens", 12, "--temperature", 2.0, "--ignore_eot", "--samples", 3)
+    for found in samples_of(*flags):
+        model, tokens = make_model(1, 14), np.array([[7, 8, 9, *found["ids"]]], np.int32)
+        model.forward(tokens[:, :-1], tokens[:, 1:])
+        np.testing.assert_allclose(found["logprobs"], -model.acts.losses[0, 2:], rtol=0, atol=1e-5)
 
 
 def test_samples_do_not_depend_on_how_many_there_are(samples_of):
