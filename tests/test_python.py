@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from conftest import BYTES, ROOT, SMALL_HEADS, make_model, random_params, run_program
+from conftest import BYTES, ROOT, SMALL, SMALL_HEADS, SMALL_LLAMA, make_model, random_params, run_program
 from llmc import api
 from llmc.checkpoint import write_model
 from llmc.dataloader import write_tokens
@@ -95,9 +95,13 @@ def test_weights_that_are_not_finite_are_not_saved(workplace):
     assert not os.path.exists("new")
 
 
-def test_batches_may_grow(workplace):
-    """AdamW's moments stay when a larger batch comes."""
+@pytest.mark.parametrize("config", (SMALL, SMALL_LLAMA))
+def test_batches_may_grow(workplace, config):
+    """AdamW's moments stay when a larger batch comes. Of either page, which the file's magic number says."""
+    write_model("gpt2_124M.bin", config, random_params(config))
+    os.unlink("gpt2_tokenizer.bin")
     models, ids = (load("train_gpt2"), load("train_gpt2")), np.arange(4 * 16).reshape(4, 16)
+    assert models[0].generate([1, 2], 3)[:2] == [1, 2] and type(models[0].model).Config is type(config)
     models[1].forward(ids, ids)  # has the room from the start
     for model in models:
         for B in (1, 4, 2):
