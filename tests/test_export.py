@@ -217,6 +217,7 @@ def test_files_for_llm_c_of_april_2024(tmp_path, export, vocabulary_here):
     assert [int(np.fromfile(tmp_path / "out" / name, "<i4", 2)[1]) for name in names] == [1, 1, 1]
     found = hashlib.sha256((tmp_path / "out" / "gpt2_tokenizer.bin").read_bytes()).hexdigest()
     assert found == "72c44782644dccc955e1b775d0d7552a594bbb54bfc6141e31373324d486956d"
+    assert read_tokenizer(tmp_path / "out" / "gpt2_tokenizer.bin").tokens == open_vocabulary("gpt2").tokens
     config, params = read_model(tmp_path / "out" / "gpt2_d2.bin", GPT2)
     assert config.V == 50257
     assert len(read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, params).losses) == 2

@@ -143,14 +143,18 @@ def test_the_position_is_that_of_the_last_batch_taken(tmp_path, seed=7):
     loader, state = DataLoader(paths, 200, 2, 4, True, seed=seed), tmp_path / "state.bin"
     owned = owned_by_one(optimizer_of(*(allocate(parameter_table(SMALL)) for _ in range(2))))
     for taken in range(26):
-        write_optimizer_state(state, owned, Progress(1, 1337, loader.position, (2, 4, 0)))
-        position = read_optimizer_state(state, owned)[0].position
+        progress = Progress(7, 2**64 - 3, loader.position, (2, 4, 0), model_crc=2**32 - 5)
+        write_optimizer_state(state, owned, progress)
+        found = read_optimizer_state(state, owned)[0]
+        assert found._replace(position=None) == progress._replace(position=None)
         if taken:
             *_, place, trailer = next(order)
-            assert np.fromfile(state, "<i4", 256)[[5, 30, 31, 32, 33]].tolist() == [1, place[0], 0, place[1], 0]
+            header = np.fromfile(state, "<i4", 256)
+            assert header[[*range(6), 10]].tolist() == [20240527, 1, 1, 0, 0, 1, 7]
+            assert header[[20, 21, 30, 31, 32, 33]].tolist() == [-3, -1, place[0], 0, place[1], 0]
             assert state.read_bytes()[END_OF_MOMENTS:] == trailer, taken
         other = DataLoader(paths, 200, 2, 4, True)
-        other.seek(position)
+        other.seek(found.position)
         assert firsts(other, 12) == whole[taken : taken + 12]
         assert firsts(loader, 1) == whole[taken : taken + 1]
 
