@@ -228,23 +228,23 @@ def remove_after(directory, step):
             os.unlink(os.path.join(directory, name))
 
 
-def run_program(*command, check=True, cwd=None, timeout=120, **environment):
+def run_program(*command, check=True, **environment):
     """Run `python PROGRAM ...` from the project's root; returns the finished process, its output as text."""
     program, *arguments = map(str, command)
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    done = subprocess.run([sys.executable, str(ROOT / program), *arguments], cwd=cwd, capture_output=True,
-                          timeout=timeout, env={**os.environ, "PYTHONPATH": path, **environment})
+    done = subprocess.run([sys.executable, str(ROOT / program), *arguments], capture_output=True, timeout=120,
+                          env={**os.environ, "PYTHONPATH": path, **environment})
     done.stdout, done.stderr = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
     assert not check or done.returncode == 0, f"{command} exited with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done
 
 
-def assert_one_line_error(done, *words, after_bar=False):
-    """Exit status 1, and one line on stderr with all these words; after_bar: a progress bar may precede it. With a GPU,
-    a note precedes it where the model is none for its kernels."""
+def assert_one_line_error(done, *words):
+    """Exit status 1, and one line on stderr with all these words. With a GPU, a note precedes it where the model is
+    none for its kernels."""
     lines = [line for line in done.stderr.strip().splitlines() if not line.startswith("note: this runs on the CPU: ")]
     assert done.returncode == 1, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert (after_bar or len(lines) == 1) and "error: " in lines[-1] and "Traceback" not in done.stderr, done.stderr
+    assert len(lines) == 1 and "error: " in lines[-1] and "Traceback" not in done.stderr, done.stderr
     for word in words:
         assert str(word) in lines[-1], f"{word!r} is not in {lines[-1]!r}"
 
