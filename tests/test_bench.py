@@ -97,7 +97,8 @@ def test_what_needs_a_gpu_says_so(monkeypatch, run_here, program, flags):
 
 
 def test_a_sweep_s_runs_table_and_picture(workplace, without_gpu, run_here):
-    """One learning rate is too high: those runs fail, and are tried again by the same command."""
+    """One learning rate is too high: those runs fail, and are tried again by the same command. What is no sweep is
+    refused."""
     flags = (*SWEEP, "-x", 10, "--seed", "1,2")
     done = run_here(sweep, *flags, "-l", "1e-3,1e38", check=False)
     assert done.returncode == 1 and "s/l=1e+38_seed=1: failed (1): train_gpt2.py: error:" in done.stderr
@@ -107,6 +108,9 @@ def test_a_sweep_s_runs_table_and_picture(workplace, without_gpu, run_here):
     assert rows[0] == ["learning_rate", "seed", "state", *sweep.RESULTS]
     assert [row[2] for row in rows[1:]] == ["finished"] * 2 + ["failed"] * 2
     assert Path("s/sweep.png").read_bytes().startswith(b"\x89PNG")
+    for flags, words in ((("-l", 0.1), "no flag has several values"), (("-l", "0.1,0.2,1e-1"), "two runs"),
+                         (("-o", "s,t"), "one value")):
+        assert_one_line_error(run_here(sweep, *SWEEP, *flags, check=False), words)
 
 
 def test_ctrl_c_saves_and_the_same_sweep_goes_on(workplace, without_gpu, run_here):
@@ -123,9 +127,3 @@ def test_ctrl_c_saves_and_the_same_sweep_goes_on(workplace, without_gpu, run_her
     assert 0 < newest_checkpoint("s/l=0.001") < 600
     run_here(sweep, *flags)
     assert [newest_checkpoint(f"s/l=0.00{n}") for n in (1, 2)] == [600, 600]
-
-
-def test_sweeps_that_are_refused(workplace, without_gpu, run_here):
-    for flags, words in ((("-l", 0.1), "no flag has several values"), (("-l", "0.1,0.2,1e-1"), "two runs"),
-                         (("-o", "s,t"), "one value")):
-        assert_one_line_error(run_here(sweep, *SWEEP, *flags, check=False), words)

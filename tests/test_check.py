@@ -12,20 +12,20 @@ from conftest import ROOT, SMALL_HEADS, random_params
 sys.path.append(str(ROOT / "dev" / "kernels"))
 import check_gpu
 import profile_gpu
-import train_gpt2
-import train_llama3
 from llmc.checkpoint import write_model
 from llmc.errors import UserError
 from llmc.gpu.fp8 import Fp8
 from llmc.gpu.geometry import KERNELS
 from llmc.api import on_gpu, pages
 from test_gpt2 import need, untied_llama
+from train_gpt2 import GPT2
+from train_llama3 import Llama3
 
 B, T = 2, 32
-MODELS = {train_gpt2.GPT2: (SMALL_HEADS, random_params(SMALL_HEADS)), train_llama3.Llama3: untied_llama()}
+MODELS = {GPT2: (SMALL_HEADS, random_params(SMALL_HEADS)), Llama3: untied_llama()}
 
 
-def open_trainer(fake_gpu, page=train_gpt2.GPT2, arch="sm_90a", **settings):
+def open_trainer(fake_gpu, page=GPT2, arch="sm_90a", **settings):
     architecture, gpu = on_gpu(page), fake_gpu.gpu._replace(arch=arch)
     settings = architecture.resolve_auto(architecture.Settings(**{"B": B, "T": T, **settings}), arch)
     trainer = profile_gpu.open_trainer(architecture, gpu, *MODELS[page], settings)
@@ -68,14 +68,10 @@ def test_fp8_agrees_with_the_cpu(page, run_here, monkeypatch, right):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("page, function, line", (
-    (train_gpt2.GPT2, "gelu_forward", "fch_gelu of layer 0, from "),
-    (train_gpt2.GPT2, "layernorm_forward", "ln1 of layer 0, from "),
-    (train_gpt2.GPT2, "gelu_backward", "dfcb of layer 1, from "),
-    (train_gpt2.GPT2, "encoder_backward", "dwpe, from "),
-    (train_llama3.Llama3, "rope_forward", "qkv of layer 0, from "),
-    (train_llama3.Llama3, "swiglu_forward", "fch_swiglu of layer 0, from "),
-    (train_llama3.Llama3, "swiglu_backward", "dfcw of layer 1, from "),
-    (train_llama3.Llama3, "rope_backward", "dqkvw of layer 1, from ")))
+    (GPT2, "gelu_forward", "fch_gelu of layer 0"), (GPT2, "layernorm_forward", "ln1 of layer 0"),
+    (GPT2, "gelu_backward", "dfcb of layer 1"), (GPT2, "encoder_backward", "dwpe"),
+    (Llama3, "rope_forward", "qkv of layer 0"), (Llama3, "swiglu_forward", "fch_swiglu of layer 0"),
+    (Llama3, "swiglu_backward", "dfcw of layer 1"), (Llama3, "rope_backward", "dqkvw of layer 1")))
 def test_a_wrong_function_is_found_on_a_gpu(page, model, run_here, monkeypatch, function, line):
     """The first result of a function of the page in NumPy is 20 percent too large."""
     module = sys.modules[page.__module__]
@@ -87,7 +83,7 @@ def test_a_wrong_function_is_found_on_a_gpu(page, model, run_here, monkeypatch, 
 
     monkeypatch.setattr(module, function, wrong)
     done = run_here(check_gpu, "-e", model, "-b", 3, "-t", 48, "--dtype", "float32", check=False)
-    assert done.returncode == 1 and f"first wrong: {line}" in done.stdout and "overall okay: 0" in done.stdout
+    assert done.returncode == 1 and f"first wrong: {line}, from " in done.stdout and "overall okay: 0" in done.stdout
 
 
 @pytest.mark.gpu
@@ -124,7 +120,7 @@ def observed_step(trainer):
                                       {"arch": "sm_80", "recompute": 2}, {"dtype": "float32"}, {"dtype": "fp8"}))
 def test_the_launches_of_a_step_have_labels_and_work(fake_gpu, page, settings):
     """Each weight's three matmuls, whoever does them; and no kernel is unknown but those that a step never launches."""
-    if settings.get("dtype") == "fp8" and page is train_llama3.Llama3:  # F=200
+    if settings.get("dtype") == "fp8" and page is Llama3:  # F=200
         with pytest.raises(UserError, match="expects multiples of 16"):
             open_trainer(fake_gpu, page, **settings)
         return

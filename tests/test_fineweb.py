@@ -12,7 +12,7 @@ from llmc.dataloader import open_tokens, write_tokens
 from llmc.files import locked
 from llmc.tokenizer import read_tokenizer
 from llmc.vocabulary import open_vocabulary
-from prepro import common, fineweb
+from prepro import fineweb
 from prepro.fineweb import READY_MADE
 
 NAMES = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 60))]
@@ -131,19 +131,6 @@ def tokenize(expected, run_here):
                              "--shard_tokens", 50000)
 
 
-@pytest.mark.parametrize("processes", (1, 2))
-def test_parquet(tmp_path, tokenize, expected, monkeypatch, processes):
-    monkeypatch.setattr(fineweb, "DOCUMENTS", 7)
-    monkeypatch.setattr(fineweb, "in_processes", lambda function, jobs, _: common.in_processes(
-        function, jobs, processes))
-    done = tokenize("--edu")
-    shards = shards_of(tmp_path / "out", "edu_fineweb")
-    assert sum(shards, []) == expected and len(shards) > 3
-    assert {len(shard) for shard in shards[:-1]} == {50000} and 0 < len(shards[-1]) <= 50000
-    assert done.stdout.startswith("3 parquet files of 0.0 GB, 0 shards done, about 0.0 GB to write; out has ")
-    assert f"Saved 50000 tokens to out/edu_{NAMES[1]}" in done.stdout
-
-
 def test_it_goes_on_after_an_interruption(tmp_path, tokenize, expected, monkeypatch):
     """At each shard in turn: whole shards are neither made again nor lost, and their text is not read again."""
     tokenized, real, size = [], fineweb.tokenize, 30001
@@ -152,21 +139,23 @@ def test_it_goes_on_after_an_interruption(tmp_path, tokenize, expected, monkeypa
     out = tmp_path / "out"
     for shards in range(1, 30):
         before = {path.name: path.stat().st_mtime_ns for path in out.glob("*_0*")}
-        done = tokenize("--shards", shards, "--shard_tokens", size)
+        done = tokenize("--shards", shards, "--shard_tokens", size, "--edu")
         assert all(before[name] == (out / name).stat().st_mtime_ns for name in before)
         if "Saved" not in done.stdout:
             break
-    assert sum(shards_of(out), []) == expected and 4 < shards < 29
-    assert sum(tokenized) < 900 + 2 * shards * 16
-    (out / NAMES[2]).write_bytes(b"cut short")
-    tokenize("--shard_tokens", size)
-    assert sum(shards_of(out), []) == expected
+        assert done.stdout.startswith(f"3 parquet files of 0.0 GB, {len(before)} shards done, about 0.0 GB to write; ")
+    *whole, last = shards_of(out, "edu_fineweb")
+    assert sum(whole, []) + last == expected and {len(shard) for shard in whole} == {size} and 0 < len(last) <= size
+    assert 4 < shards < 29 and sum(tokenized) < 900 + 2 * shards * 16
+    (out / f"edu_{NAMES[2]}").write_bytes(b"cut short")
+    tokenize("--shard_tokens", size, "--edu")
+    assert shards_of(out, "edu_fineweb") == [*whole, last]
 
 
 def test_parquet_from_the_hub(tmp_path, expected, fetch):
-    """A file at a time, each removed once its text is in shards; restarted where the server failed."""
+    """A file at a time, each removed once its text is in shards, by two processes; again where the server failed."""
     files = {f"sample/10BT/{i:03}.parquet": (tmp_path / f"{i}.parquet").read_bytes() for i in range(3)}
-    flags, out = ("--parquet", "--shard_tokens", 50000, "--processes", 1), tmp_path / "data" / "fineweb10B"
+    flags, out = ("--parquet", "--shard_tokens", 50000, "--processes", 2), tmp_path / "data" / "fineweb10B"
     with Hub(files, repository="HuggingFaceFW/fineweb") as server:
         fetch(server, *flags, "--shards", 1)
         assert [name for name, _ in files_seen(server)] == ["sample/10BT/000.parquet", "sample/10BT/001.parquet"]

@@ -134,7 +134,11 @@ def always(workplace):
     return write
 
 
-def test_it_stops_at_end_of_text_unless_told_not_to(always, text_of, samples_of):
+def test_prompts_and_end_of_text(always, text_of, samples_of, monkeypatch):
+    """It stops at end of text, unless told not to."""
+    def typed(text):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), "utf-8"))
+
     flags = ("--prompt", "So", "--tokens", 5)
     always(ord("!"))
     assert text_of(*flags) == "So!!!!!\n"
@@ -142,12 +146,6 @@ def test_it_stops_at_end_of_text_unless_told_not_to(always, text_of, samples_of)
     assert text_of(*flags) == "So\n" and samples_of(*flags)[0]["text"] == ""
     found = samples_of(*flags, "--ignore_eot")[0]
     assert found["ids"] == 5 * [256] and found["text"] == 5 * "<|endoftext|>"
-
-
-def test_prompts(always, text_of, monkeypatch):
-    def typed(text):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), "utf-8"))
-
     always(ord("!"))
     assert text_of("--prompt", "größer 🙂", "--tokens", 1) == "größer 🙂!\n"
     typed(b"two\n\xff\n")

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from conftest import GPT2_124M, ROOT, Array
+from conftest import GPT2_124M, ROOT, Array, on_stream
 
 sys.path += [str(ROOT / "dev" / "kernels"), str(ROOT / "exercises")]
 import attention_layers  # noqa: F401  (these classes are the layers)
@@ -59,30 +59,24 @@ class FakeLab(lab.Lab):
                     device.functions[name].max_dynamic_shared_size_bytes = device.shared.get(name, 0)
 
 
-@pytest.fixture
-def fake_cupy(fake_gpu):
-    fake_gpu.cp.full = lambda shape, value, dtype: np.full(shape, value, dtype).view(Array)
-    with fake_gpu.cp.cuda.Stream():
-        yield fake_gpu
-
-
 SIZES = [(AWKWARD[1], 3, 97), (AWKWARD[0], 1, 1), (Config(1024, 257, 1, 2, 128, 384), 22, 128)]
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_launches_pass_what_the_kernels_take(fake_cupy, name):
-    ran = set()
+def test_launches_pass_what_the_kernels_take(fake_gpu, name):
+    fake_gpu.cp.full, ran = lambda shape, value, dtype: np.full(shape, value, dtype).view(Array), set()
+    on_stream(SimpleNamespace(stream=fake_gpu.cp.cuda.Stream()))
     for (config, B, T), dtype in itertools.product(SIZES, ("bfloat16", "float32")):
-        fake = FakeLab(fake_cupy, config, lab.precision_of(LAYERS[name], dtype))
-        layer = LAYERS[name](config, fake.precision, fake_cupy.gpu, B, T)
+        fake = FakeLab(fake_gpu, config, lab.precision_of(LAYERS[name], dtype))
+        layer = LAYERS[name](config, fake.precision, fake_gpu.gpu, B, T)
         arrays = lab.upload(layer.tensors())
         largest = 2 * sum(array.nbytes for array in arrays.values())
         assert layer.flops() or 0 < layer.bytes(SimpleNamespace(**arrays)) <= largest
         for rung, _, call in lab.calls(layer, fake, arrays, None):
-            fake_cupy.launches.clear()
+            fake_gpu.launches.clear()
             call()
-            assert fake_cupy.launches
-            check_launches(fake_cupy.launches, fake_cupy.gpu, fake.precision, fake.signatures)
+            assert fake_gpu.launches
+            check_launches(fake_gpu.launches, fake_gpu.gpu, fake.precision, fake.signatures)
             ran.add(rung)
     assert ran == LAYERS[name].rungs.keys(), "each rung fits some of these sizes in some dtype"
 
