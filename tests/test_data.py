@@ -86,16 +86,6 @@ def test_a_failed_download_leaves_nothing(tmp_path, run_here, pages, words):
     assert [path.name for path in tmp_path.rglob("*")] == (["data"] if 200 in pages.get("/x", ()) else [])
 
 
-def test_text_faults(tmp_path, vocabulary_here, run_here):
-    (tmp_path / "short.txt").write_text("To be")
-    flags = "--input", tmp_path / "short.txt", "--output", tmp_path / "o"
-    run_here(prepro_tinyshakespeare, *flags, fails=["3 tokens of text"])
-    done = run_program("prepro_tinyshakespeare.py", *flags, check=False, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"),
-                       HTTPS_PROXY="http://127.0.0.1:9")
-    assert_one_line_error(done, "vocabulary", "TIKTOKEN_CACHE_DIR")
-    assert not list(tmp_path.glob("o_*"))
-
-
 @pytest.mark.parametrize("space", (" ", "\n "))
 def test_white_space_of_a_million_characters(vocabulary_here, space):
     """tiktoken alone: Regex error while tokenizing ... Max stack size exceeded for backtracking."""
@@ -104,7 +94,7 @@ def test_white_space_of_a_million_characters(vocabulary_here, space):
     assert vocabulary.encode(short) == vocabulary.encoding.encode(short)
 
 
-def test_a_small_text_is_split(tmp_path, tiny_shakespeare, vocabulary_here, run_here):
+def test_a_small_text_is_split_or_refused(tmp_path, tiny_shakespeare, vocabulary_here, run_here):
     text = tmp_path / "text"
     text.write_bytes(tiny_shakespeare.read_bytes()[:100000])
     split = functools.partial(run_here, prepro_tinyshakespeare, "--input", text, "--output", tmp_path / "o")
@@ -114,6 +104,13 @@ def test_a_small_text_is_split(tmp_path, tiny_shakespeare, vocabulary_here, run_
     assert common.val_tokens(100, 10, SimpleNamespace(val_fraction=0.29)) == 29  # in floating point, 28.999
     split("--val_fraction", 1, fails=["--val_fraction 1.0"])
     split("--val_fraction", 1e-9, fails=("of which 0 for validation", "--val_fraction"))
+    text.write_text("To be")
+    flags = "--input", text, "--output", tmp_path / "p"
+    run_here(prepro_tinyshakespeare, *flags, fails=["3 tokens of text"])
+    done = run_program("prepro_tinyshakespeare.py", *flags, check=False, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"),
+                       HTTPS_PROXY="http://127.0.0.1:9")
+    assert_one_line_error(done, "vocabulary", "TIKTOKEN_CACHE_DIR")
+    assert not list(tmp_path.glob("p_*"))
 
 
 @pytest.fixture

@@ -298,7 +298,7 @@ def test_a_run_evaluates_at_each_validation(examples, results, run_here):
     assert re.search(r"HellaSwag \d/9 = ", run_here(train_gpt2, *FLAGS, "--hellaswag", 9).stdout)
 
 
-SCRIPTS = (  # llm.c's run_gpt2_124M.sh, pyrun_gpt2_124M.sh, and the README's sweep, with other sizes
+@pytest.mark.parametrize("line", (  # llm.c's run_gpt2_124M.sh, pyrun_gpt2_124M.sh, and the README's sweep; other sizes
     "-i data/fineweb_train_*.bin -j data/fineweb_val_*.bin -o log -v 250 -s 20000 -g 144 -h 1 -b 2 -t 32 -d 128 -r 0 -z"
     " 1 -c 0.1 -l 0.0006 -q 0.0 -u 700 -n 5000 -y 1 -e d2 -x 3",
     "--input_bin data/fineweb_train_*.bin --input_val_bin data/fineweb_val_*.bin --val_loss_every 250 --sample_every 0"
@@ -306,10 +306,7 @@ SCRIPTS = (  # llm.c's run_gpt2_124M.sh, pyrun_gpt2_124M.sh, and the README's sw
     " bfloat16 --compile 1 --tensorcores 1 --flash 1 --num_iterations 3 --weight_decay 0.1 --zero_stage 1"
     " --learning_rate 0.0006 --warmup_iters 700 --learning_rate_decay_frac 0.0 --overfit_single_batch 0",
     "-i data/tiny_shakespeare -v 250 -s 250 -g 14 -l 0.0006 -o stories0.log -x 3 -m -1 -d -1 -ge 1 -lg 9 -pn 1 -e"
-    " gpt2:d2 -a 1 -t 32")
-
-
-@pytest.mark.parametrize("line", SCRIPTS)
+    " gpt2:d2 -a 1 -t 32"))
 def test_llm_c_s_own_command_lines(examples, run_here, line):
     for split in ("train", "val"):
         shutil.copy(f"data/tiny_shakespeare_{split}.bin", f"data/fineweb_{split}_000000.bin")

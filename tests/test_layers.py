@@ -188,15 +188,12 @@ def test_adamw_and_norm_follow_the_formulas(in_blocks):
 class Float32Only(np.ndarray):
     """An array that refuses any operation with a float64 in or out of it, unless a dtype was asked for by name."""
 
-    def __array_ufunc__(self, ufunc, method, *inputs, out=None, **options):
-        def plain(x):
-            return x.view(np.ndarray) if isinstance(x, Float32Only) else x
-
-        into = {"out": tuple(map(plain, out))} if out else {}
-        result = getattr(ufunc, method)(*map(plain, inputs), **options, **into)
-        if options.get("dtype") is None:
-            for x in (*inputs, result):
-                assert getattr(x, "dtype", None) != np.float64, f"float64 in np.{ufunc.__name__}"
+    def __array_ufunc__(self, ufunc, method, *inputs, out=(), **options):
+        plain = [x.view(np.ndarray) if isinstance(x, Float32Only) else x for x in (*inputs, *out)]
+        into = {"out": tuple(plain[len(inputs) :])} if out else {}
+        result = getattr(ufunc, method)(*plain[: len(inputs)], **options, **into)
+        wrong = [x for x in (*inputs, result) if getattr(x, "dtype", None) == np.float64]
+        assert not wrong or options.get("dtype"), f"float64 in np.{ufunc.__name__}"
         return result.view(Float32Only) if isinstance(result, np.ndarray) and result.dtype == np.float32 else result
 
 
