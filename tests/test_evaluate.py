@@ -33,9 +33,8 @@ HELLASWAG = "data/hellaswag_val.bin"
 TOKENIZER = "--tokenizer", "gpt2_tokenizer.bin"
 ALL = "--data", "data/tiny_shakespeare", "--hellaswag", HELLASWAG, *TOKENIZER
 FLAGS = ("-x", 4, "-b", 2, "-t", 32, "-v", 2, "-s", 0)
-LINES = ('{"ind": 24, "ctx": "A man is sitting on a roof. he", "label": 3, "endings": ["is using wrap to wrap a pair of'
-         ' skis.", "is ripping level tiles off.", "is holding a rubik\'s cube.", "starts pulling up roofing on a'
-         ' roof."]}\n\n{"ctx": "The sun", "label": "0", "endings": ["rises.", "sets.", "b", "a"]}\n')
+LINES = ('{"ind": 24, "ctx": "A man. he", "label": 3, "endings": ["is off.", "holds a rubik\'s cube.", "b", "a"]}\n\n'
+         '{"ctx": "The sun", "label": "0", "endings": ["rises.", "sets.", "b", "a"]}\n')
 
 
 @pytest.fixture
@@ -67,12 +66,11 @@ def test_prepro_hellaswag(tmp_path, vocabulary_here, run_here, monkeypatch):
         for _ in range(2):
             assert run_here(*command).stdout == f"Saved 2 examples to {HELLASWAG}\n"
         assert len(server.seen) == 2
-    first = [65535, 2 * 53, 0, 3, 4, 9, 32, 582, 318, 5586, 319, 257, 9753, 13, 339,
-             11, 318, 1262, 14441, 284, 14441, 257, 5166, 286, 1341, 271, 13, 6, 318, 34759, 1241, 19867, 572, 13,
-             8, 318, 4769, 257, 6437, 1134, 338, 23441, 13, 9, 4940, 10427, 510, 9753, 278, 319, 257, 9753, 13]
+    first = [65535, 2 * 26, 0, 3, 4, 4, 32, 582, 13, 339, 3, 318, 572, 13, 7, 6622, 257, 6437, 1134, 338, 23441, 13,
+             1, 275, 1, 257]
     second = [65535, 2 * 18, 1, 0, 4, 2, 464, 4252, 2, 16736, 13, 2, 5621, 13, 1, 275, 1, 257]
-    header = struct.pack("<256i", 20240522, 1, 2, 2 * 53, *[0] * 252)
-    assert (tmp_path / HELLASWAG).read_bytes() == header + struct.pack(f"<{53 + 18}H", *first, *second)
+    header = struct.pack("<256i", 20240522, 1, 2, 2 * 26, *[0] * 252)
+    assert (tmp_path / HELLASWAG).read_bytes() == header + struct.pack(f"<{26 + 18}H", *first, *second)
 
 
 @pytest.mark.parametrize("line, word", (
