@@ -228,11 +228,11 @@ def remove_after(directory, step):
             os.unlink(os.path.join(directory, name))
 
 
-def run_program(*command, check=True, **environment):
+def run_program(*command, check=True, timeout=120, **environment):
     """Run `python PROGRAM ...` from the project's root; returns the finished process, its output as text."""
     program, *arguments = map(str, command)
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    done = subprocess.run([sys.executable, str(ROOT / program), *arguments], capture_output=True, timeout=120,
+    done = subprocess.run([sys.executable, str(ROOT / program), *arguments], capture_output=True, timeout=timeout,
                           env={**os.environ, "PYTHONPATH": path, **environment})
     done.stdout, done.stderr = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
     assert not check or done.returncode == 0, f"{command} exited with {done.returncode}:\n{done.stdout}\n{done.stderr}"
@@ -328,20 +328,18 @@ def hub_pages(repository, files, hashes=None):
     commit, pages = "0123456789abcdef" * 2 + "01234567", {}
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()} | (hashes or {})
     api = f"/api/{repository}" if repository.startswith("datasets/") else f"/api/models/{repository}"
-    info = {"id": repository, "modelId": repository, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
-    others = [{"type": "file", "path": "README.md", "size": 3, "oid": "0"},
-              {"type": "directory", "path": "sample", "oid": "0"}]
+    readme = {"type": "file", "path": "README.md", "size": 3, "oid": "0"}
 
     def add(path, value):
         pages[path] = 200, {"Content-Type": "application/json"}, json.dumps(value).encode()
 
     for revision in ("main", commit):
-        add(f"{api}/revision/{revision}", info)
+        add(f"{api}/revision/{revision}", {"id": repository, "sha": commit})
         for folder in set(map(os.path.dirname, files)):
             tree = [{"type": "file", "path": name, "size": len(data), "oid": "0",
                      "lfs": {"oid": hashes[name], "size": len(data), "pointerSize": 134}}
                     for name, data in files.items() if os.path.dirname(name) == folder]
-            add(f"{api}/tree/{revision}/{folder}".rstrip("/"), [*tree, *others])
+            add(f"{api}/tree/{revision}/{folder}".rstrip("/"), [*tree, readme])
         for name, data in files.items():
             headers = {"ETag": f'"{hashes[name]}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
             pages[f"/{repository}/resolve/{revision}/{name}"] = 200, headers, data
