@@ -31,6 +31,8 @@ import pytest
 
 import train_gpt2
 import train_gpt2_cuda
+import train_llama3
+from llmc.api import pages
 from llmc.checkpoint import write_model
 from llmc.dataloader import write_tokens
 from llmc.debugstate import DebugState, fingerprint
@@ -39,6 +41,7 @@ from llmc.gpu import cublaslt, decoder, device, fp8, matmul, memory, trainer
 from llmc.gpu.several import ranks
 from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, flat
+from llmc.threads import parallel_blocks
 from llmc.tokenizer import write_tokenizer
 from train_gpt2 import Config
 
@@ -47,6 +50,7 @@ CASES = 4  # of each test that needs a GPU, spread over its list: sizes, precisi
 GPT2_124M = Config(maxT=1024, V=50257, L=12, NH=12, C=768, Vp=50304)
 SMALL = Config(maxT=32, V=257, L=2, NH=3, C=24, Vp=384)
 SMALL_HEADS = Config(maxT=64, V=257, L=2, NH=2, C=32, Vp=384)  # which the GPU's kernels take
+SMALL_LLAMA = train_llama3.Config(maxT=64, V=131, L=2, NH=4, NKV=2, C=48, Vp=256, F=40, HS=16, tied=0)
 BYTES = [bytes([i]) for i in range(256)] + [b"<|endoftext|>"]  # a vocabulary
 
 
@@ -152,12 +156,20 @@ def optimizer_of(m, v):
 
 
 def make_model(B, T, micro_steps=0, config=SMALL, params=None):
-    """A GPT2 with its activations and, with micro_steps, all that training needs."""
-    model = train_gpt2.GPT2(config, params or random_params(config))
+    """A model of either kind with its activations and, with micro_steps, all that training needs."""
+    architecture = next(page for page in pages() if page.Config is type(config))
+    model = architecture(config, params or random_params(config))
     model.allocate_activations(B, T)
     if micro_steps:
         model.allocate_training(B, T, micro_steps)
     return model
+
+
+@pytest.fixture
+def in_blocks(monkeypatch):
+    """What a layer does in blocks has three or four, the last one smaller; so few numbers would be one."""
+    for page in (train_gpt2, train_llama3):
+        monkeypatch.setattr(page, "parallel_blocks", lambda work, n, block=0: parallel_blocks(work, n, n // 3 or 1))
 
 
 def draw_slowly(T, prompt, count, choice=Choice()):
@@ -216,23 +228,23 @@ def remove_after(directory, step):
             os.unlink(os.path.join(directory, name))
 
 
-def run_program(*command, check=True, cwd=None, timeout=120, **environment):
+def run_program(*command, check=True, timeout=120, **environment):
     """Run `python PROGRAM ...` from the project's root; returns the finished process, its output as text."""
     program, *arguments = map(str, command)
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    done = subprocess.run([sys.executable, str(ROOT / program), *arguments], cwd=cwd, capture_output=True,
-                          timeout=timeout, env={**os.environ, "PYTHONPATH": path, **environment})
+    done = subprocess.run([sys.executable, str(ROOT / program), *arguments], capture_output=True, timeout=timeout,
+                          env={**os.environ, "PYTHONPATH": path, **environment})
     done.stdout, done.stderr = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
     assert not check or done.returncode == 0, f"{command} exited with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done
 
 
-def assert_one_line_error(done, *words, after_bar=False):
-    """Exit status 1, and one line on stderr with all these words; after_bar: a progress bar may precede it. With a GPU,
-    a note precedes it where the model is none for its kernels."""
+def assert_one_line_error(done, *words):
+    """Exit status 1, and one line on stderr with all these words. With a GPU, a note precedes it where the model is
+    none for its kernels."""
     lines = [line for line in done.stderr.strip().splitlines() if not line.startswith("note: this runs on the CPU: ")]
     assert done.returncode == 1, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert (after_bar or len(lines) == 1) and "error: " in lines[-1] and "Traceback" not in done.stderr, done.stderr
+    assert len(lines) == 1 and "error: " in lines[-1] and "Traceback" not in done.stderr, done.stderr
     for word in words:
         assert str(word) in lines[-1], f"{word!r} is not in {lines[-1]!r}"
 
@@ -316,20 +328,18 @@ def hub_pages(repository, files, hashes=None):
     commit, pages = "0123456789abcdef" * 2 + "01234567", {}
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()} | (hashes or {})
     api = f"/api/{repository}" if repository.startswith("datasets/") else f"/api/models/{repository}"
-    info = {"id": repository, "modelId": repository, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
-    others = [{"type": "file", "path": "README.md", "size": 3, "oid": "0"},
-              {"type": "directory", "path": "sample", "oid": "0"}]
+    readme = {"type": "file", "path": "README.md", "size": 3, "oid": "0"}
 
     def add(path, value):
         pages[path] = 200, {"Content-Type": "application/json"}, json.dumps(value).encode()
 
     for revision in ("main", commit):
-        add(f"{api}/revision/{revision}", info)
+        add(f"{api}/revision/{revision}", {"id": repository, "sha": commit})
         for folder in set(map(os.path.dirname, files)):
             tree = [{"type": "file", "path": name, "size": len(data), "oid": "0",
                      "lfs": {"oid": hashes[name], "size": len(data), "pointerSize": 134}}
                     for name, data in files.items() if os.path.dirname(name) == folder]
-            add(f"{api}/tree/{revision}/{folder}".rstrip("/"), [*tree, *others])
+            add(f"{api}/tree/{revision}/{folder}".rstrip("/"), [*tree, readme])
         for name, data in files.items():
             headers = {"ETag": f'"{hashes[name]}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
             pages[f"/{repository}/resolve/{revision}/{name}"] = 200, headers, data

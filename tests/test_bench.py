@@ -1,6 +1,18 @@
-"""The programs of dev/ that measure, and what those for a GPU say where there is none."""
+"""The programs of dev/ that measure, and what those for a GPU say where there is none; sweeps on the CPU: a run for
+each combination, the table, and what the same command does again; check_gpu.py on a GPU; profile_gpu.py also on a fake
+one: what it makes of the launches of a step."""
 
+import contextlib
+import csv
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import unittest.mock
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +24,27 @@ import compare_losses
 import llmc.gpu.device
 import plot_bench
 import profile_gpu
+import sweep
 import train_gpt2
-from conftest import assert_one_line_error
+from conftest import ROOT, SMALL_HEADS, assert_one_line_error, random_params
+from llmc.api import on_gpu, pages
+from llmc.checkpoint import write_model
+from llmc.errors import UserError
+from llmc.gpu.fp8 import Fp8
+from llmc.gpu.geometry import KERNELS
+from llmc.resume import newest_checkpoint
 from llmc.settings import parse_settings
+from test_gpt2 import need, untied_llama
+from train_gpt2 import GPT2
+from train_llama3 import Llama3
 
 RESULT = {"B": 4, "ms": 10.0, "first": 2.0, "memory": 2**30, "used": 2**31, "gpu": "NVIDIA H200"}
+SWEEP = ("-o", "s", "-b", 2, "-t", 8, "-m", 2, "-v", 4)
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    monkeypatch.setattr(sweep, "count_gpus", unittest.mock.Mock(side_effect=UserError("no GPU here")))
 
 
 def test_a_worker_on_the_cpu(monkeypatch, tmp_path):
@@ -76,3 +104,175 @@ def test_what_needs_a_gpu_says_so(monkeypatch, run_here, program, flags):
     monkeypatch.setattr(llmc.gpu.device.cp.cuda.runtime, "getDeviceCount", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert_one_line_error(run_here(program, *flags, check=False), "GPU")
+
+
+def test_a_sweep_s_runs_table_and_picture(workplace, without_gpu, run_here):
+    """One learning rate is too high: those runs fail, and are tried again by the same command. What is no sweep is
+    refused."""
+    flags = (*SWEEP, "-x", 10, "--seed", "1,2")
+    done = run_here(sweep, *flags, "-l", "1e-3,1e38", check=False)
+    assert done.returncode == 1 and "s/l=1e+38_seed=1: failed (1): train_gpt2.py: error:" in done.stderr
+    done = run_here(sweep, *flags, "-l", "1e-3,1e38", check=False)
+    assert done.stdout.startswith("4 runs of train_gpt2.py, 2 to train")
+    rows = list(csv.reader(open("s/sweep.csv", newline="")))
+    assert rows[0] == ["learning_rate", "seed", "state", *sweep.RESULTS]
+    assert [row[2] for row in rows[1:]] == ["finished"] * 2 + ["failed"] * 2
+    assert Path("s/sweep.png").read_bytes().startswith(b"\x89PNG")
+    for flags, words in ((("-l", 0.1), "no flag has several values"), (("-l", "0.1,0.2,1e-1"), "two runs"),
+                         (("-o", "s,t"), "one value")):
+        assert_one_line_error(run_here(sweep, *SWEEP, *flags, check=False), words)
+
+
+def test_ctrl_c_saves_and_the_same_sweep_goes_on(workplace, without_gpu, run_here):
+    flags = (*SWEEP, "-x", 600, "-l", "0.001,0.002")
+    process = subprocess.Popen([sys.executable, str(ROOT / "dev" / "sweep.py"), *map(str, flags)], text=True,
+                               stderr=subprocess.PIPE, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    first, until = Path("s/l=0.001/main.csv"), time.monotonic() + 60
+    while not (first.exists() and first.stat().st_size > 200):
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "stopped; to go on: python " in errors, errors
+    assert 0 < newest_checkpoint("s/l=0.001") < 600
+    run_here(sweep, *flags)
+    assert [newest_checkpoint(f"s/l=0.00{n}") for n in (1, 2)] == [600, 600]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# check_gpu.py, profile_gpu.py
+
+B, T = 2, 32
+MODELS = {GPT2: (SMALL_HEADS, random_params(SMALL_HEADS)), Llama3: untied_llama()}
+
+
+def open_trainer(fake_gpu, page=GPT2, arch="sm_90a", **settings):
+    architecture, gpu = on_gpu(page), fake_gpu.gpu._replace(arch=arch)
+    settings = architecture.resolve_auto(architecture.Settings(**{"B": B, "T": T, **settings}), arch)
+    trainer = profile_gpu.open_trainer(architecture, gpu, *MODELS[page], settings)
+    trainer.prepare()
+    fake_gpu.launches.clear()
+    return trainer
+
+
+@pytest.fixture
+def model(page, tmp_path):
+    path = tmp_path / "model.bin"
+    write_model(path, *MODELS[page])
+    return path
+
+
+each_page = pytest.mark.parametrize("page", pages()[:2])
+
+
+@pytest.mark.gpu
+@each_page
+@pytest.mark.parametrize("flags", ((), ("--recompute", 2), ("--arch", "sm_80"), ("--dtype", "float32", "--tf32", 0)))
+def test_a_gpu_agrees_with_the_cpu(model, run_here, flags):
+    done = run_here(check_gpu, "-e", model, "-b", 3, "-t", 48, *flags)
+    assert done.stdout.endswith("overall okay: 1\n") and "FAIL" not in done.stdout
+
+
+@pytest.mark.gpu
+@each_page
+@pytest.mark.parametrize("right", (True, False))
+def test_fp8_agrees_with_the_cpu(page, run_here, monkeypatch, right):
+    """Of the smallest models, whose heads have 64 channels; not if the products are read with half of a scale."""
+    need("cuda-fp8")
+    multiply = Fp8.multiply
+    if not right:
+        monkeypatch.setattr(Fp8, "multiply", lambda *rest, scale=1.0: multiply(*rest, scale=2 * scale))
+    done = run_here(check_gpu, "-e", next(iter(page.SIZES)), "-b", 3, "-t", 48, "--dtype", "fp8", check=right)
+    assert f"overall okay: {int(right)}" in done.stdout
+    assert ("first wrong: qkv of layer 0, from matmul qkv" in done.stdout) != right
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page, function, line", (
+    (GPT2, "gelu_forward", "fch_gelu of layer 0"), (GPT2, "layernorm_forward", "ln1 of layer 0"),
+    (GPT2, "gelu_backward", "dfcb of layer 1"), (GPT2, "encoder_backward", "dwpe"),
+    (Llama3, "rope_forward", "qkv of layer 0"), (Llama3, "swiglu_forward", "fch_swiglu of layer 0"),
+    (Llama3, "swiglu_backward", "dfcw of layer 1"), (Llama3, "rope_backward", "dqkvw of layer 1")))
+def test_a_wrong_function_is_found_on_a_gpu(page, model, run_here, monkeypatch, function, line):
+    """The first result of a function of the page in NumPy is 20 percent too large."""
+    module = sys.modules[page.__module__]
+    right = getattr(module, function)
+
+    def wrong(out, *arguments):
+        right(out, *arguments)
+        (arguments[0] if function == "encoder_backward" else out).__imul__(1.2)
+
+    monkeypatch.setattr(module, function, wrong)
+    done = run_here(check_gpu, "-e", model, "-b", 3, "-t", 48, "--dtype", "float32", check=False)
+    assert done.returncode == 1 and f"first wrong: {line}, from " in done.stdout and "overall okay: 0" in done.stdout
+
+
+@pytest.mark.gpu
+@each_page
+@pytest.mark.parametrize("flags", ((), ("--matmul", "cublaslt", "--dtype", "float32", "-d", 96)))
+def test_the_profile_of_a_gpu(model, run_here, flags):
+    lines = run_here(profile_gpu, "-e", model, "-b", 3, "-t", 16, "-x", 2, *flags).stdout.splitlines()
+    assert any(line.startswith("matmul qkv dweight") for line in lines) and lines[-1].startswith("all ")
+    shares = [float(found[1]) for found in (re.search(r"/s +[\d.]+% +([\d.]+)%", line) for line in lines) if found]
+    assert len(shares) > 20 and sum(shares) == pytest.approx(100, abs=2)
+
+
+def test_bytes_that_ncu_counts(tmp_path, monkeypatch, capsys):
+    rows = '"Kernel Name","Metric Value"\n"matmul fc/f","1,024"\n"matmul fc/g","1"\n'
+    for says, moved in ((f"echo =\necho '{rows}'", {"matmul fc": 1025}), ("echo ==ERROR==; exit 1", {}), ("", {})):
+        (tmp_path / "ncu").write_text(f"#!/bin/sh\n{says}\n")
+        (tmp_path / "ncu").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        assert profile_gpu.measure_bytes(["-b", "4"]) == moved
+    assert "not measured: ==ERROR==\nbytes are not measured: ncu failed" in capsys.readouterr().out
+
+
+def observed_step(trainer):
+    """[(kernel, arguments)] of one step."""
+    step, trainer.graph = [], None
+    trainer.device.observer = lambda *launch: step.append(launch) or contextlib.nullcontext()
+    batch = np.zeros((2, B, T), np.int32)
+    trainer.end_step(trainer.begin_step([batch] * trainer.settings.own_micro_steps, 0.0))
+    return step
+
+
+@each_page
+@pytest.mark.parametrize("settings", ({"matmul": "kernels", "total_batch_size": 2 * B * T}, {"matmul": "cublaslt"},
+                                      {"arch": "sm_80", "recompute": 2}, {"dtype": "float32"}, {"dtype": "fp8"}))
+def test_the_launches_of_a_step_have_labels_and_work(fake_gpu, page, settings):
+    """Each weight's three matmuls, whoever does them; and no kernel is unknown but those that a step never launches."""
+    if settings.get("dtype") == "fp8" and page is Llama3:  # F=200
+        with pytest.raises(UserError, match="expects multiples of 16"):
+            open_trainer(fake_gpu, page, **settings)
+        return
+    trainer = open_trainer(fake_gpu, page, grad_clip=1.0, **settings)
+    labels, flops = set(), 0
+    for name, arguments in observed_step(trainer):
+        operands = trainer.fp8 and trainer.fp8.operands
+        labels.add(profile_gpu.label(name, arguments, trainer.params, trainer.grads, operands))
+        moved, computed = profile_gpu.work(name, arguments, trainer.config)
+        flops += computed * profile_gpu.is_matmul(name)
+        idle = name in ("prepare_update", "prepare_scales", "encoder_backward_wte_cut")  # the last: no token is cut
+        assert (moved > 0) + (computed > 0) == (not idle), name
+    weights = "qkv", "attproj", "fc", "fcproj", "logits"
+    assert {what for what in labels if what.startswith("matmul")} == {
+        f"matmul {weight}{of}" for weight in weights for of in ("", " dinp", " dweight")}
+    matrices = sum(row.size for row in trainer.params.table.values() if len(row.shape) == 3)
+    assert flops == trainer.settings.micro_steps * 6 * B * T * (matrices + trainer.config.Vp * trainer.config.C)
+    kernels = {kernel.removesuffix("_narrow") for kernels in KERNELS.values() for kernel in kernels}
+    known = {*profile_gpu.MATMULS, *profile_gpu.ATTENTION, *profile_gpu.ARRAYS, *profile_gpu.BYTES, "rope_forward",
+             "qknorm_forward"}
+    assert kernels - known == {"round_weights"}
+
+
+def test_the_walkthrough_has_the_kernels_of_a_step_in_order(fake_gpu):
+    """doc/walkthrough.md, whose layers are written once: the names of a step with matmuls by cuBLASLt."""
+    text, rows = (ROOT / "doc" / "walkthrough.md").read_text(encoding="utf-8"), []
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        if section.startswith(("The matmuls by our kernels", "What it adds up to")):
+            continue
+        names = re.findall(r"^\| `?((?!kernel)\w[\w ]*)`? \|", section, re.MULTILINE)
+        rows += names * (SMALL_HEADS.L if "twelve times" in section.split("\n")[0] else 1)
+    trainer = open_trainer(fake_gpu, matmul="cublaslt")
+    step = [profile_gpu.label(*launch, trainer.params, trainer.grads) for launch in observed_step(trainer)]
+    assert [name if "batch" not in name else "copy_batch" for name in rows] == step

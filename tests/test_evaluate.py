@@ -21,10 +21,10 @@ from conftest import SMALL, SMALL_HEADS, Server, random_params, write_diverged
 from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
-from llmc.hellaswag import Example, count_correct, read_examples
+from llmc.hellaswag import Example, read_examples
 from llmc.settings import Settings
 from llmc.tensors import flat
-from llmc.tokenizer import Tokenizer, write_tokenizer
+from llmc.tokenizer import write_tokenizer
 from llmc.vocabulary import open_vocabulary
 from prepro import hellaswag, mmlu
 from prepro.hellaswag import write_examples
@@ -33,9 +33,8 @@ HELLASWAG = "data/hellaswag_val.bin"
 TOKENIZER = "--tokenizer", "gpt2_tokenizer.bin"
 ALL = "--data", "data/tiny_shakespeare", "--hellaswag", HELLASWAG, *TOKENIZER
 FLAGS = ("-x", 4, "-b", 2, "-t", 32, "-v", 2, "-s", 0)
-LINES = ('{"ind": 24, "ctx": "A man is sitting on a roof. he", "label": 3, "endings": ["is using wrap to wrap a pair of'
-         ' skis.", "is ripping level tiles off.", "is holding a rubik\'s cube.", "starts pulling up roofing on a'
-         ' roof."]}\n\n{"ctx": "The sun", "label": "0", "endings": ["rises.", "sets.", "b", "a"]}\n')
+LINES = ('{"ind": 24, "ctx": "A man. he", "label": 3, "endings": ["is off.", "holds a rubik\'s cube.", "b", "a"]}\n\n'
+         '{"ctx": "The sun", "label": "0", "endings": ["rises.", "sets.", "b", "a"]}\n')
 
 
 @pytest.fixture
@@ -67,12 +66,11 @@ def test_prepro_hellaswag(tmp_path, vocabulary_here, run_here, monkeypatch):
         for _ in range(2):
             assert run_here(*command).stdout == f"Saved 2 examples to {HELLASWAG}\n"
         assert len(server.seen) == 2
-    first = [65535, 2 * 53, 0, 3, 4, 9, 32, 582, 318, 5586, 319, 257, 9753, 13, 339,
-             11, 318, 1262, 14441, 284, 14441, 257, 5166, 286, 1341, 271, 13, 6, 318, 34759, 1241, 19867, 572, 13,
-             8, 318, 4769, 257, 6437, 1134, 338, 23441, 13, 9, 4940, 10427, 510, 9753, 278, 319, 257, 9753, 13]
+    first = [65535, 2 * 26, 0, 3, 4, 4, 32, 582, 13, 339, 3, 318, 572, 13, 7, 6622, 257, 6437, 1134, 338, 23441, 13,
+             1, 275, 1, 257]
     second = [65535, 2 * 18, 1, 0, 4, 2, 464, 4252, 2, 16736, 13, 2, 5621, 13, 1, 275, 1, 257]
-    header = struct.pack("<256i", 20240522, 1, 2, 2 * 53, *[0] * 252)
-    assert (tmp_path / HELLASWAG).read_bytes() == header + struct.pack(f"<{53 + 18}H", *first, *second)
+    header = struct.pack("<256i", 20240522, 1, 2, 2 * 26, *[0] * 252)
+    assert (tmp_path / HELLASWAG).read_bytes() == header + struct.pack(f"<{26 + 18}H", *first, *second)
 
 
 @pytest.mark.parametrize("line, word", (
@@ -122,13 +120,10 @@ def test_prepro_mmlu(workplace, vocabulary_here, run_here, results):
     run_here(mmlu, "--input", "gpt2_124M.bin", fails=("not MMLU's data.tar",))
 
 
-def test_examples_round_trip(examples):
+def test_a_file_is_read_whole_or_refused(examples):
     write_examples("large.bin", examples, 70_000)  # whose numbers have 32 bits
     for path in (HELLASWAG, "large.bin"):
         np.testing.assert_equal(read_examples(path, SMALL.V), examples)
-
-
-def test_a_damaged_file_is_refused(examples):
     data = Path(HELLASWAG).read_bytes()
 
     def put(position, value, at=1024):
@@ -144,23 +139,6 @@ def test_a_damaged_file_is_refused(examples):
         Path("x.bin").write_bytes(changed)
         with pytest.raises(UserError, match=f"x.bin: .*{what}"):
             read_examples("x.bin", SMALL.V)
-
-
-def test_the_first_of_equals_wins_and_only_the_ending_counts():
-    """Of a model whose loss is the target itself, and NaN wherever nothing should be read."""
-    def losses_of(inputs, targets):
-        assert inputs.shape == targets.shape == (len(inputs), 7) and inputs.dtype == np.int32
-        assert (inputs[:, 0] == 90).all() and (inputs[:, 1:] == targets[:, :-1])[targets[:, 1:] > 0].all()
-        return np.where(targets < 50, targets, np.nan)  # the context is made of larger ids
-
-    def correct(*endings, label):
-        example = Example(np.array([90, 91, 92]), [np.array(ending) for ending in endings], label)
-        return count_correct(losses_of, [example], 4, 7)
-
-    assert [correct([3, 5], [4], [9, 9], [8], label=label) for label in (0, 1)] == [1, 0]
-    assert correct([9], [1, 1, 1, 8], [4], [5], label=1) == 1, "the mean, not the sum"
-    with pytest.raises(UserError, match="not finite"):
-        correct([99], [1], [2], [3], label=0)
 
 
 @pytest.fixture
@@ -185,8 +163,10 @@ def hf_losses(hf, inputs, targets):
 @pytest.mark.parametrize("T, stride", ((32, 16), (32, 32), (20, 7)))
 def test_transformers_has_the_same_numbers(hf, results, T, stride):
     tokens = np.memmap("data/tiny_shakespeare_val.bin", "<i4", "r+")[:300]
-    tokens[::97] = 256  # end of text
-    flags = "--data", "data/tiny_shakespeare", "--tokens", 300, "--context", T, "--stride", stride, *TOKENIZER
+    tokens[::97] = 256  # end of text, which is no text
+    write_tokenizer("lengths.bin", [b"x" * (1 + id % 3) for id in range(256)] + [b"<|endoftext|>"], 256)
+    flags = ("--data", "data/tiny_shakespeare", "--tokens", 300, "--context", T, "--stride", stride, "--tokenizer",
+             "lengths.bin")
     found = results("gpt2_124M.bin", *flags)
     rows = [hf_losses(hf, tokens[i : i + T], tokens[i + 1 : i + T + 1]) for i in range(0, 300 - T, T)]
     assert found["validation_loss"] == pytest.approx(np.mean(rows), abs=1e-3) and len(rows) == 299 // T
@@ -197,19 +177,23 @@ def test_transformers_has_the_same_numbers(hf, results, T, stride):
         last = end
     assert found["perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-3) and found["tokens"] == len(losses)
     assert (found["device"], found["context"], found["stride"]) == ("CPU", T, stride)
-    if stride == T // 2:  # in this vocabulary a token is a byte, but for end of text
-        assert found["bytes"] == (tokens[1:] != 256).sum() < found["tokens"]
+    if stride < T:  # so all but the first are scored
+        text = tokens[1:] != 256
+        assert found["bytes"] == (1 + tokens[1:] % 3)[text].sum()
+        bits = np.array(losses)[text].sum() / math.log(2)
+        assert found["bits_per_byte"] == pytest.approx(bits / found["bytes"], rel=1e-3)
     assert {**results("hf", *flags), "model": "gpt2_124M.bin"} == found
 
 
 def test_transformers_finds_the_same_endings(hf, examples, results):
-    correct = 0
+    right = []
     for context, endings, label in examples:
         means = [hf_losses(hf, (row := np.concatenate((context, ending)))[:-1], row[1:])[-len(ending) :].mean()
                  for ending in endings]
-        correct += int(np.argmin(means) == label)
-    found = results("gpt2_124M.bin", "--hellaswag", HELLASWAG)
-    assert found["hellaswag"] == {"acc_norm": correct / 60, "correct": correct, "examples": 60}
+        right.append(int(np.argmin(means) == label))
+    for count in range(5, 61, 5):
+        found, correct = results("gpt2_124M.bin", "--hellaswag", HELLASWAG, "--examples", count), sum(right[:count])
+        assert found["hellaswag"] == {"acc_norm": correct / count, "correct": correct, "examples": count}
 
 
 def test_the_table(examples, results, run_here):
@@ -223,8 +207,6 @@ def test_the_table(examples, results, run_here):
                       f" {found['stride']} tokens apart",
         "bits per byte": f"{found['bits_per_byte']:.4f}, of windows {found['stride']} tokens apart",
         "HellaSwag acc_norm": f"{found['hellaswag']['correct'] / 60:.4f} ({found['hellaswag']['correct']} of 60)"}
-    first = results(*flags, "--examples", 7)["hellaswag"]
-    assert first["examples"] == 7 and first["correct"] <= found["hellaswag"]["correct"]
 
 
 def test_random_weights_are_for_sequences_of_the_run(examples, results, run_here):
@@ -237,13 +219,6 @@ def test_random_weights_are_for_sequences_of_the_run(examples, results, run_here
     found = results("run16", "--data", "data/tiny_shakespeare")
     assert (found["context"], found["stride"]) == (16, 8)
     run_here(evaluate, "run16", "--hellaswag", HELLASWAG, fails=("sequence of 16", "train one with -t 28"))
-
-
-def test_bits_per_byte_do_not_depend_on_the_vocabulary():
-    """Nor on ends of text, which are no text."""
-    found = evaluate.Sum(Tokenizer([b"ab", b"c", b"<|endoftext|>"], 2))
-    found.add(np.array([0, 1, 2]), np.array([1.0, 2.0, 4.0]) * math.log(2))
-    assert found.bits_per_byte == pytest.approx((1 + 2) / 3) and found.mean == pytest.approx(7 * math.log(2) / 3)
 
 
 def test_several_files_and_their_first_tokens(examples, results):
@@ -321,7 +296,7 @@ def test_a_run_evaluates_at_each_validation(examples, results, run_here):
     assert re.search(r"HellaSwag \d/9 = ", run_here(train_gpt2, *FLAGS, "--hellaswag", 9).stdout)
 
 
-SCRIPTS = (  # llm.c's run_gpt2_124M.sh, pyrun_gpt2_124M.sh, and the README's sweep, with other sizes
+@pytest.mark.parametrize("line", (  # llm.c's run_gpt2_124M.sh, pyrun_gpt2_124M.sh, and the README's sweep; other sizes
     "-i data/fineweb_train_*.bin -j data/fineweb_val_*.bin -o log -v 250 -s 20000 -g 144 -h 1 -b 2 -t 32 -d 128 -r 0 -z"
     " 1 -c 0.1 -l 0.0006 -q 0.0 -u 700 -n 5000 -y 1 -e d2 -x 3",
     "--input_bin data/fineweb_train_*.bin --input_val_bin data/fineweb_val_*.bin --val_loss_every 250 --sample_every 0"
@@ -329,10 +304,7 @@ SCRIPTS = (  # llm.c's run_gpt2_124M.sh, pyrun_gpt2_124M.sh, and the README's sw
     " bfloat16 --compile 1 --tensorcores 1 --flash 1 --num_iterations 3 --weight_decay 0.1 --zero_stage 1"
     " --learning_rate 0.0006 --warmup_iters 700 --learning_rate_decay_frac 0.0 --overfit_single_batch 0",
     "-i data/tiny_shakespeare -v 250 -s 250 -g 14 -l 0.0006 -o stories0.log -x 3 -m -1 -d -1 -ge 1 -lg 9 -pn 1 -e"
-    " gpt2:d2 -a 1 -t 32")
-
-
-@pytest.mark.parametrize("line", SCRIPTS)
+    " gpt2:d2 -a 1 -t 32"))
 def test_llm_c_s_own_command_lines(examples, run_here, line):
     for split in ("train", "val"):
         shutil.copy(f"data/tiny_shakespeare_{split}.bin", f"data/fineweb_{split}_000000.bin")
@@ -344,12 +316,8 @@ def test_llm_c_s_own_command_lines(examples, run_here, line):
     assert "-a 1" not in line or losses == sorted(losses, reverse=True), "one batch, again and again"
 
 
-@pytest.mark.parametrize("model, words", (("gpt3:c768", "expected d6, d12"), ("gpt2:d60", "expected one of d2, d4")))
-def test_llm_c_s_models_that_are_none_here(workplace, run_here, model, words):
-    run_here(train_gpt2, "-e", model, fails=(words,))
-
-
 @pytest.mark.parametrize("flags, words", (
+    ((0, "-e", "gpt3:c768"), ("expected d6, d12",)), ((0, "-e", "gpt2:d60"), ("expected one of d2, d4",)),
     ((-1,), ("--hellaswag -1",)), ((1, "-v", 0), ("--hellaswag 1", "-v STEPS")),
     ((1, "-t", 16), (HELLASWAG, "sequence of 16", "pass -t 28 or more")),
     ((1, "-e", "d2", "--tokenizer", "two.bin", "-i", "two"), (HELLASWAG, "token id", "expected 0 to 1"))))

@@ -1,11 +1,14 @@
-"""export_weights.py: weights to and from Hugging Face, checked by `transformers`; its files, flags and faults."""
+"""export_weights.py: weights to and from Hugging Face, checked by `transformers`; its files, flags and faults. The
+vocabularies of Hugging Face folders: ids and text are those of the package `tokenizers`, also for long texts."""
 
+import dataclasses
 import functools
 import hashlib
 import json
 import os
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +16,13 @@ import safetensors.torch
 import torch
 
 import export_weights as e
+import generate
+import prepro_text
+import train_gpt2
 from conftest import SMALL, Server, hub_pages, make_model, random_params
+from llmc.api import load
 from llmc.checkpoint import padded, read_model, write_model
-from llmc.dataloader import write_tokens
+from llmc.dataloader import open_tokens, write_tokens
 from llmc.errors import UserError
 from llmc.resume import checkpoint_paths
 from llmc.tensors import bf16_bits, bf16_to_float32, flat
@@ -23,9 +30,9 @@ from llmc.tokenizer import read_tokenizer, write_tokenizer
 from llmc.debugstate import read_debug_state
 from reference import ADAMW, to_reference
 from train_gpt2 import Config, GPT2, random_model
-from llmc.vocabulary import EOT, load_vocabulary, open_vocabulary, save_vocabulary
+from llmc.vocabulary import EOT, Folder, load_vocabulary, open_vocabulary, save_vocabulary
 
-transformers = pytest.importorskip("transformers")
+transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
 
 
 def hf_model(V=50):
@@ -141,24 +148,16 @@ def test_export_with_a_tokenizer(tmp_path, run_here, vocabulary_here, vocabulary
 @pytest.mark.parametrize("V", (50257, 257))
 def test_a_vocabulary_is_what_its_folder_says(tmp_path, run_here, V):
     """Not GPT-2's, nor bytes, because of its size: from the folder through a .bin file to a folder."""
-    letters = [*e.bytes_to_letters().values()]
-    words = {token: id for id, token in enumerate([EOT, *letters[:V - 2], "Th"])} if V == 257 else {
-        token: id for id, token in enumerate([EOT, *letters, "Th", *(f"zq{id:05d}" for id in range(258, V))])}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    special = {"id": 0, "content": EOT, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-               "special": True}
-    model = hf_model(V)
+    made, model = byte_level(min(V, 300), [EOT]), hf_model(V)
+    made.add_tokens([f"zq{id:05d}" for id in range(made.get_vocab_size(), V)])
     model.config.eos_token_id = model.config.bos_token_id = model.generation_config.eos_token_id = 0
     model.save_pretrained(tmp_path / "own")
-    (tmp_path / "own" / "tokenizer.json").write_text(json.dumps({
-        "version": "1.0", "added_tokens": [special], "pre_tokenizer": byte_level, "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": words, "merges": ["T h"]}}))
-    right = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "own" / "tokenizer.json")).encode("The")
+    made.save(str(tmp_path / "own" / "tokenizer.json"))
     run_here(e, "--model", tmp_path / "own", "--output_dir", tmp_path / "out", "--debug_state", 0)
     run_here(e, "--to_hf", tmp_path / "out" / "gpt2_own.bin", tmp_path / "again")
     for path in (tmp_path / "own", tmp_path / "out" / "gpt2_own.bin", tmp_path / "again"):
         found = load_vocabulary(str(path), V)
-        assert found.encode("The") == right and found.tokens[right[0]] == b"Th" and found.stops == {0}
+        assert found.encode("the ferry") == made.encode("the ferry").ids and found.stops == {0}
     assert not (tmp_path / "again" / "vocab.json").exists() and (tmp_path / "again" / "tokenizer.json").exists()
 
 
@@ -189,7 +188,8 @@ def export(tmp_path, monkeypatch, run_here):
     return functools.partial(run_here, e, "--model", "d2", "--vocabulary", "bytes", "--output_dir", "out")
 
 
-def test_random_model_files(tmp_path, export):
+def test_random_model_files(tmp_path, export, run_here):
+    """The model that is read is not written over."""
     output = export().stdout
     names = ["bytes_tokenizer.bin", "gpt2_d2.bin", "gpt2_d2_bf16.bin", "gpt2_d2_debug_state.bin"]
     first = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
@@ -209,6 +209,13 @@ def test_random_model_files(tmp_path, export):
     assert [f"{loss:.6f}" for loss in state.losses] == re.findall(r"^iteration .*, loss: (\S+),", output, re.MULTILINE)
     export()
     assert first == {name: (tmp_path / "out" / name).read_bytes() for name in names}, "the same command, the same files"
+    write_model(tmp_path / "out" / "gpt2_d2.bin", *read_model(tmp_path / "out" / "gpt2_d2.bin", GPT2), 1)
+    for name, found in (("gpt2_d2.bin", 1), ("gpt2_d2_bf16.bin", 5)):
+        path = tmp_path / "out" / name
+        before = path.read_bytes()
+        run_here(e, "--model", path, "--output_dir", "out",
+                 fails=(name, f"of version {found}", "would become version 3", "--output_dir"))
+        assert path.read_bytes() == before
     shutil.rmtree(tmp_path / "data")  # which random weights alone do not need
     shutil.rmtree(tmp_path / "out")
     assert "iteration" not in export("--debug_state", 0, "--num_iterations", 3).stdout
@@ -223,20 +230,10 @@ def test_files_for_llm_c_of_april_2024(tmp_path, export, vocabulary_here):
     assert [int(np.fromfile(tmp_path / "out" / name, "<i4", 2)[1]) for name in names] == [1, 1, 1]
     found = hashlib.sha256((tmp_path / "out" / "gpt2_tokenizer.bin").read_bytes()).hexdigest()
     assert found == "72c44782644dccc955e1b775d0d7552a594bbb54bfc6141e31373324d486956d"
+    assert read_tokenizer(tmp_path / "out" / "gpt2_tokenizer.bin").tokens == open_vocabulary("gpt2").tokens
     config, params = read_model(tmp_path / "out" / "gpt2_d2.bin", GPT2)
     assert config.V == 50257
     assert len(read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, params).losses) == 2
-
-
-def test_the_model_that_is_read_is_not_written_over(tmp_path, export, run_here):
-    export()
-    write_model(tmp_path / "out" / "gpt2_d2.bin", *read_model(tmp_path / "out" / "gpt2_d2.bin", GPT2), 1)
-    for name, found in (("gpt2_d2.bin", 1), ("gpt2_d2_bf16.bin", 5)):
-        path = tmp_path / "out" / name
-        before = path.read_bytes()
-        run_here(e, "--model", path, "--output_dir", tmp_path / "out",
-                 fails=(name, f"of version {found}", "would become version 3", "--output_dir"))
-        assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("flags", (
@@ -293,3 +290,116 @@ def test_hugging_face_folder_faults(tmp_path, hf_folder, words, damage):
     with pytest.raises(UserError, match=words) as error:
         e.read_hf_folder(tmp_path)
     assert "\n" not in str(error.value)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# vocabularies of Hugging Face folders
+
+TEXT = "the ferry leaves at noon; forty boats, größer 🙂\n" * 40
+
+
+def byte_level(size=290, special=("<|bos|>", "<|eos|>")):
+    made, letters = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel
+    made.pre_tokenizer, made.decoder = letters(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+    made.train_from_iterator([TEXT], tokenizers.trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[*special], initial_alphabet=letters.alphabet(), show_progress=False))
+    return made
+
+
+def sentence_piece():
+    """As Llama 2's: a space is part of the word after it, and one is put before the text."""
+    words = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    words.pre_tokenizer, special = tokenizers.pre_tokenizers.Metaspace(), ["<unk>", "<s>", "</s>"]
+    words.train_from_iterator([TEXT], tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special + [f"<0x{byte:02X}>" for byte in range(256)], show_progress=False))
+    made, N, D = json.loads(words.to_str()), tokenizers.normalizers, tokenizers.decoders
+    made["model"]["byte_fallback"], made["pre_tokenizer"], made["added_tokens"] = True, None, []
+    made = tokenizers.Tokenizer.from_str(json.dumps(made))
+    made.normalizer = N.Sequence([N.Prepend("▁"), N.Replace(" ", "▁")])
+    made.decoder = D.Sequence([D.Replace("▁", " "), D.ByteFallback(), D.Fuse(), D.Strip(" ", 1, 0)])
+    made.add_special_tokens(special)
+    return made
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """folder(tokenizer, {file: object}, rows) writes the folder `hf`, also as model.bin of so many rows."""
+    def write(tokenizer, files=None, rows=0):
+        (tmp_path / "hf").mkdir(exist_ok=True)
+        tokenizer.save("hf/tokenizer.json")
+        for name, found in (files or {"tokenizer_config.json": {"eos_token": "<|eos|>"}}).items():
+            (tmp_path / "hf" / name).write_text(found if isinstance(found, str) else json.dumps(found))
+        if rows:
+            config = dataclasses.replace(SMALL, V=rows, Vp=rows)
+            write_model("model.bin", config, random_params(config))
+            save_vocabulary("tokenizer.bin", open_vocabulary("hf"))
+        return "hf"
+
+    monkeypatch.chdir(tmp_path)
+    return write
+
+
+def test_added_tokens_stand_for_themselves(folder):
+    made, text = byte_level(), "a    b naïve café <tool>"
+    made.add_tokens([tokenizers.AddedToken(word, normalized=False) for word in ("    ", "naïve café", "<tool>")])
+    found = open_vocabulary(folder(made))
+    assert found.encode(text) == made.encode(text).ids and found.decode(found.encode(text)) == text
+    assert found.eot == 1 and found.tokens[-3:] == [b"    ", "naïve café".encode(), b"<tool>"]
+
+
+@pytest.mark.parametrize("make", (byte_level, sentence_piece))
+def test_a_long_text_has_the_ids_of_the_whole(folder, monkeypatch, make):
+    made, text = make(), (TEXT * 20).replace("noon", "noon" * 50) + "x" * 30 + 9 * "🙂"
+    monkeypatch.setattr(Folder, "WINDOW", 500)
+    monkeypatch.setattr(Folder, "MARGIN", 80)
+    found = open_vocabulary(folder(made, {"config.json": {"eos_token_id": [1, 2]}}))
+    assert found.encode(text, begin=False) == made.encode(text).ids and found.stops == {1, 2}
+    assert found.decode(found.encode(text)) == made.decode(made.encode(text).ids) == text
+    same = "y" * 3000  # windows that agree nowhere
+    assert found.encode(same, begin=False) == made.encode(same).ids
+
+
+def test_a_document_of_a_folder_s_vocabulary_is_not_cut(folder, run_here, monkeypatch):
+    made = sentence_piece()
+    Path("x.txt").write_text(TEXT * 3)
+    monkeypatch.setattr(prepro_text, "PIECE", 1000)
+    folder(made, {"config.json": {"eos_token_id": 2}})
+    run_here(prepro_text, "x.txt", "--vocabulary", "hf", "--output", "x", "--processes", 1)
+    ids = np.concatenate([open_tokens(f"x_{split}.bin", 500) for split in ("train", "val")]).tolist()
+    assert ids == [2, *made.encode(TEXT * 3).ids]
+
+
+def test_a_padded_model(folder, run_here):
+    """Rows without a token are padding: they are never drawn, and training leaves them 0."""
+    folder(byte_level(), rows=384)
+    for text in (run_here(generate, "model.bin", "--prompt", "the", "--tokens", 300).stdout,
+                 load("model.bin").generate("the", tokens=300)):
+        assert text.startswith("the") and len(text) > 300
+    Path("x.txt").write_text(TEXT)
+    run_here(prepro_text, "x.txt", "--vocabulary", "hf", "--output", "x")
+    run_here(train_gpt2, "-e", "model.bin", "-i", "x", "-x", 2, "-t", 16, "-o", "run", "-c", 0.1)
+    config, params = read_model("run/model_00000002.bin", GPT2)
+    assert (config.V, config.Vp) == (290, 384) and not params.wte[290:].any() and params.wte[289].any()
+    run_here(e, "--to_hf", "model.bin", "again")
+    assert json.loads(Path("again/config.json").read_text())["vocab_size"] == 290
+    folder(byte_level(), rows=302)
+    with pytest.raises(UserError, match="290 tokens, but the model has V=302"):
+        load_vocabulary("model.bin", 302)
+
+
+@pytest.mark.parametrize("files, words", (
+    ({"config.json": "{"}, "config.json: is not JSON"), ({"config.json": "[]"}, "a JSON list, expected an object"),
+    ({"config.json": {"eos_token_id": [[1]]}}, "expected a token's id"), ({"config.json": "{}"}, "which token ends"),
+    ({"config.json": "[" * 9999}, "is not JSON"), ({"generation_config.json": "nul"}, "generation_config.json: is")))
+def test_files_that_are_refused(folder, files, words):
+    with pytest.raises(UserError, match=words):
+        open_vocabulary(folder(byte_level(), files))
+
+
+def test_tokens_longer_than_a_tokenizer_file_holds(folder, run_here):
+    """It is said before a file is written."""
+    made = byte_level()
+    made.add_tokens(["=" * 300])
+    Path("x.txt").write_text(TEXT)
+    run_here(prepro_text, "x.txt", "--vocabulary", folder(made), "--output", "x", fails=("token 290 has 300 bytes",))
+    assert sorted(os.listdir()) == ["hf", "x.txt"]

@@ -1,7 +1,11 @@
-"""The loader: order, shards, and runs that resume in the middle of shuffled data, llm.c's among them."""
+"""The loader: order, shards, and runs that resume in the middle of shuffled data, llm.c's among them. Every file
+version round-trips, to the byte that FORMATS of llm.c gives; the sampler follows its golden values."""
 
+import dataclasses
+import errno
 import functools
 import itertools
+import math
 import os
 import re
 import resource
@@ -12,17 +16,21 @@ import numpy as np
 import pytest
 
 import train_gpt2
-from conftest import SMALL, optimizer_of, remove_after
-from llmc.checkpoint import Progress, owned_by_one, read_optimizer_state, write_optimizer_state
+from conftest import GPT2_124M, SMALL, make_state, optimizer_of, random_params, remove_after
+from llmc.checkpoint import (Progress, count_parameters, owned_by_one, read_model, read_optimizer_state, write_model,
+                             write_optimizer_state)
 from llmc.dataloader import DataLoader, data_paths, tokenizer_beside, write_tokens
+from llmc.debugstate import check_tensor, fingerprint, read_debug_state, write_debug_state
 from llmc.errors import UserError
-from llmc.files import HEADER_BYTES
+from llmc.files import HEADER_BYTES, replacing
 from llmc.loop import validate
 from llmc.resume import checkpoint_paths, newest_checkpoint
+from llmc.sampler import Random, Writer
 from llmc.settings import Settings
 from llmc.shuffle import Position
-from llmc.tensors import allocate, table_elements
-from train_gpt2 import parameter_table
+from llmc.tensors import allocate, bf16_bits, bf16_to_float32, check_finite, flat, table_elements
+from llmc.tokenizer import Tokenizer
+from train_gpt2 import GPT2, activation_table, parameter_table
 
 END_OF_MOMENTS = HEADER_BYTES + 8 * table_elements(parameter_table(SMALL))  # in a state file
 FAST = ("-b", 2, "-t", 8, "-v", 0, "-s", 0, "--lines", "llmc")  # whose losses have more digits
@@ -143,14 +151,18 @@ def test_the_position_is_that_of_the_last_batch_taken(tmp_path, seed=7):
     loader, state = DataLoader(paths, 200, 2, 4, True, seed=seed), tmp_path / "state.bin"
     owned = owned_by_one(optimizer_of(*(allocate(parameter_table(SMALL)) for _ in range(2))))
     for taken in range(26):
-        write_optimizer_state(state, owned, Progress(1, 1337, loader.position, (2, 4, 0)))
-        position = read_optimizer_state(state, owned)[0].position
+        progress = Progress(7, 2**64 - 3, loader.position, (2, 4, 0), model_crc=2**32 - 5)
+        write_optimizer_state(state, owned, progress)
+        found = read_optimizer_state(state, owned)[0]
+        assert found._replace(position=None) == progress._replace(position=None)
         if taken:
             *_, place, trailer = next(order)
-            assert np.fromfile(state, "<i4", 256)[[5, 30, 31, 32, 33]].tolist() == [1, place[0], 0, place[1], 0]
+            header = np.fromfile(state, "<i4", 256)
+            assert header[[*range(6), 10]].tolist() == [20240527, 1, 1, 0, 0, 1, 7]
+            assert header[[20, 21, 30, 31, 32, 33]].tolist() == [-3, -1, place[0], 0, place[1], 0]
             assert state.read_bytes()[END_OF_MOMENTS:] == trailer, taken
         other = DataLoader(paths, 200, 2, 4, True)
-        other.seek(position)
+        other.seek(found.position)
         assert firsts(other, 12) == whole[taken : taken + 12]
         assert firsts(loader, 1) == whole[taken : taken + 1]
 
@@ -277,3 +289,116 @@ def test_a_shard_that_becomes_bad_stops_the_run_once_it_is_saved(shards, train, 
     bad.write_bytes(good)
     assert newest_checkpoint("run") == saved and losses(done) == whole[:saved]
     assert losses(train(*flags, "-o", "run", "-y", 1)) == whole[saved:]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# files
+
+NAMES = "wte wpe ln1w ln1b qkvw qkvb attprojw attprojb ln2w ln2b fcw fcb fcprojw fcprojb lnfw lnfb end".split()
+OFFSETS = [  # in bytes, of each tensor of 124M in version 3
+    1024, 154534912, 157680640, 157717504, 157754368, 242689024, 242799616, 271111168, 271148032, 271184896, 271221760,
+    384467968, 384615424, 497861632, 497898496, 497901568, 497904640]
+
+
+def test_layout_is_llm_c_s():
+    offsets, offset = {}, HEADER_BYTES
+    for name, row in parameter_table(GPT2_124M).items():
+        offsets[name], offset = offset, offset + 4 * math.prod(row.shape)
+    assert [*offsets, "end"] == NAMES and [*offsets.values(), offset] == OFFSETS
+    params = allocate(parameter_table(GPT2_124M))
+    assert count_parameters(GPT2_124M, params) == 124439808 and params.buffer.ctypes.data % 64 == 0
+    assert table_elements(parameter_table(GPT2_124M)) == 124475904
+    assert table_elements(activation_table(GPT2_124M, 4, 64)) == 73323776
+
+
+@pytest.mark.parametrize("version, rows", ((1, SMALL.V), (3, SMALL.V), (3, SMALL.Vp), (5, SMALL.Vp)))
+def test_model_round_trip(tmp_path, version, rows):
+    """A file without padding gets it; what stands in it takes no part."""
+    path, params, written = tmp_path / "model.bin", random_params(SMALL), dataclasses.replace(SMALL, Vp=rows)
+    want = bf16_to_float32(bf16_bits(flat(params))) if version == 5 else flat(params).copy()
+    params.wte[SMALL.V :] = 5.0
+    write_model(path, written, params, version)
+    config, read = read_model(path, GPT2)
+    assert config == SMALL and np.array_equal(flat(read), want)
+    size = 2 if version == 5 else 4
+    assert path.stat().st_size == HEADER_BYTES + size * table_elements(parameter_table(written))
+    header = np.fromfile(path, "<i4", 256)
+    sizes = [SMALL.maxT, SMALL.V, SMALL.L, SMALL.NH, SMALL.C, 0 if version == 1 else rows]
+    assert header[:8].tolist() == [20240326, version, *sizes]
+    assert not header[8:].any()
+    assert fingerprint(config, read) == fingerprint(SMALL, params), "one model, whatever the version"
+    if version == 5:  # also of bfloat16 bits, in which a NaN is found
+        bits = allocate(parameter_table(config, "bfloat16"))
+        flat(bits)[:] = bf16_bits(flat(read))
+        for name, tensors in (("a.bin", read), ("b.bin", bits)):
+            write_model(tmp_path / name, config, tensors, version)
+        assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
+        check_finite("here", bits, "")
+        bits.qkvb[1, 5] = 0x7FC0
+        with pytest.raises(UserError, match="here: tensor qkvb holds NaN"):
+            check_finite("here", bits, "")
+
+
+def test_bf16_rounds_to_nearest_even():
+    torch = pytest.importorskip("torch")
+    x = np.random.default_rng(0).standard_normal(100000, dtype=np.float32)
+    bits = [0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x80000000, 0x00000001]
+    values = np.concatenate((x, np.array(bits, np.uint32).view(np.float32)))
+    assert np.array_equal(bf16_to_float32(bf16_bits(values)), torch.from_numpy(values).bfloat16().float().numpy())
+
+
+@pytest.mark.parametrize("version", (1, 2))
+def test_debug_state_round_trip(tmp_path, version):
+    path, params = tmp_path / "state.bin", random_params(SMALL)
+    state = make_state(params)
+    write_debug_state(path, SMALL, state, version)
+    parts = state.x, state.y, state.logits, np.float32(state.loss), state.grads.wte[0]  # in llm.c's order
+    assert path.read_bytes()[HEADER_BYTES:].startswith(b"".join(part.tobytes() for part in parts))
+    read = read_debug_state(path, SMALL, params)
+    assert np.array_equal(read.losses, state.losses) and np.array_equal(flat(read.grads), flat(state.grads))
+    assert (read.loss, read.optimizer, read.crc) == (state.loss, state.optimizer, state.crc)
+    data = bytearray(path.read_bytes()[: -(40 + 40)])  # as llm.c writes it: without a trailer
+    data[32:44] = bytes(12)  # header ints [8] to [10]
+    path.write_bytes(data)
+    read = read_debug_state(path, SMALL, params)
+    assert read.losses is None and read.optimizer is None
+    assert not check_tensor("another shape", state.logits[None], state.logits, np.inf)
+
+
+def test_what_a_token_prints(capsysbinary):
+    """Text, also of characters that span tokens, but nothing that a terminal would obey."""
+    ascii = [bytes([i]) for i in range(128)]
+    for tokens, printed in ((ascii, bytes([*range(9, 14), *range(32, 127)])),
+                            (["ü".encode()[:1], "ü".encode()[1:], b"<|x|>"], "ü<|x|>".encode()),
+                            ([b"a\x1b]0;b", "\u009b\u202ec".encode()], b"a]0;bc")):
+        writer = Writer(Tokenizer(tokens, 0))
+        for id in range(len(tokens)):
+            writer.write(id)
+        writer.end()
+        assert capsysbinary.readouterr().out == printed + b"\n"
+
+
+def test_random_stream_is_llm_c_s():
+    random = Random()
+    assert [random.u32() for _ in range(5)] == [989205090, 818269915, 1335155955, 3876892996, 2941700015]
+    assert Random().f32() == (989205090 >> 8) / 16777216.0
+
+
+def test_replacing(tmp_path, monkeypatch):
+    """The old file stays when writing fails; a new one is on the disk before it has its name; a link is followed."""
+    path, done = tmp_path / "file", []
+    path.write_bytes(b"old")
+    with pytest.raises(UserError, match="file: cannot be written .No space left on device"):
+        with replacing(path) as f:
+            f.write(b"new, but not all of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
+    (tmp_path / "file.tmp").write_bytes(b"longer, of a process that was killed")
+    (tmp_path / "link").symlink_to(path)
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *files, name=name, real=real: done.append(name) or real(*files))
+    with replacing(tmp_path / "link") as f:
+        f.write(b"new")
+    assert path.read_bytes() == b"new" and done == ["fsync", "replace"]
+    assert (tmp_path / "link").is_symlink() and sorted(os.listdir(tmp_path)) == ["file", "link"]

@@ -1,10 +1,14 @@
-"""The training program as a user runs it: what it prints and logs, resuming to the bit, interruptions, schedules."""
+"""The training program as a user runs it: what it prints and logs, resuming to the bit, interruptions, outliers,
+schedules."""
 
+import collections
 import contextlib
 import csv
 import dataclasses
 import fcntl
 import itertools
+import json
+import math
 import os
 import pty
 import re
@@ -27,11 +31,11 @@ import llmc.progress
 import plot_log
 import train_gpt2
 import train_gpt2_cuda
-import train_llama3
-from conftest import GPT2_124M, ROOT, SMALL, draw_slowly, make_model, random_params, remove_after
+from conftest import GPT2_124M, ROOT, SMALL, SMALL_LLAMA, draw_slowly, make_model, random_params, remove_after
 from llmc.checkpoint import write_model
-from llmc.dataloader import DataLoader
+from llmc.dataloader import DataLoader, write_tokens
 from llmc.huggingface import halves
+from llmc.outliers import LOSS, RECENT, WINDOW, notes_on, read_recent, z_score
 from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint, stopped
 from llmc.schedulers import learning_rate_at
 from llmc.settings import parse_settings, Settings
@@ -176,36 +180,29 @@ def test_a_terminal_shows_a_bar_below_the_lines(workplace, train, monkeypatch):
     assert all(words in wrote.decode() for words in ("validating   0%|", "training  17%|", "saving 100%|", "█"))
 
 
-def test_durations():
+def test_durations_and_utilization():
+    """llm.c's formula; peaks of dense matmuls, by the names that CUDA gives, of whole GPUs."""
     seconds = (0, 99.4, 100, 60 * 99, 60 * 130, 3600 * 47.5, 3600 * 76.2)
     assert list(map(llmc.progress.duration, seconds)) == [
         "0 s", "99 s", "2 min", "99 min", "2 h 10 min", "47 h 30 min", "3 d 4 h"]
-
-
-def test_model_flops_utilization():
-    """llm.c's formula; peaks of dense matmuls, by the names that CUDA gives, of whole GPUs."""
     counted = llmc.gpu.lines.flops_per_token(124439808, GPT2_124M, 1024)
     assert counted == 6 * 124439808 + 6 * 12 * 768 * 1024
-    for name, bf16 in (("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA A10", 125e12),
-                       ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H200", 989.4e12), ("NVIDIA A10G", 70e12),
-                       ("NVIDIA GeForce RTX 4090", 165.2e12), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+    for name, bf16 in (("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A10G", 70e12),
+                       ("NVIDIA A10", 125e12), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
                        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("a fake GPU", None)):
         assert llmc.gpu.lines.peak_flops(name, "bf16") == bf16, name
 
 
-def test_a_sample_is_drawn_with_llm_c_s_stream(workplace, train):
-    """As from forward passes over the whole context; it may be longer than T, whose window then moves on by half."""
+def test_samples_and_validation(workplace, train):
+    """A sample is as from forward passes over the whole context; it may be longer than T, whose window then moves on by
+    half. Validation is the mean of the first batches."""
     os.unlink("gpt2_tokenizer.bin")
-    output = train("-t", 5, "-g", 40, "-x", 1, "-s", 1, "-v", 0, "-l", 0.0)
+    output = train("-t", 5, "-g", 40, "-x", 1, "-s", 1, "-v", 1, "-m", 3, "-l", 0.0)
     assert [int(word) for word in output.split("---")[1].split()] == draw_slowly(5, [256], 39)
-    assert "generating:" in train("-t", 1, "-g", 4, "-x", 1, "-s", 1, "-v", 0), "not one that moves by 0"
-
-
-def test_validation_is_the_mean_of_the_first_batches(workplace, train):
-    output = train("-x", 1, "-v", 1, "-m", 3, "-s", 0)
-    model, loader = make_model(2, 8), DataLoader(["data/tiny_shakespeare_val.bin"], SMALL.V, 2, 8)
+    model, loader = make_model(2, 5), DataLoader(["data/tiny_shakespeare_val.bin"], SMALL.V, 2, 5)
     want = np.mean([model.forward(*loader.next_batch()) for _ in range(3)])
     assert float(re.search(r"val loss (\S+)", output)[1]) == pytest.approx(want, abs=1e-6)
+    assert "generating:" in train("-t", 1, "-g", 4, "-x", 1, "-s", 1, "-v", 0), "not one that moves by 0"
 
 
 def test_logs(workplace, train, run_here):
@@ -269,13 +266,10 @@ def test_table(workplace, run_here):
     assert [row["tokens"] for row in read_table("run/main.csv")][-2:] == ["160", "224"]
 
 
-RUN = ("-x", 9, "-v", 3, "-s", 3, "-u", 2, "-k", "cosine", "-c", 0.1, "--grad_clip", 1, "-d", 32)
-
-
 @pytest.mark.parametrize("order", ((), ("--shuffle", 1), ("--spread", 1), ("--shuffle", 1, "--spread", 1)))
 def test_resumed_run_is_bit_equal(workplace, order, train):
     """Also once it is finished: then nothing is done."""
-    flags = (*RUN, "-l", 0.01, "-n", 4, *order)
+    flags = (*"-x 9 -v 3 -s 3 -u 2 -k cosine -c 0.1 --grad_clip 1 -d 32 -l 0.01 -n 4".split(), *order)
     whole = train(*flags, "-o", "whole")
     train(*flags, "-o", "parts")
     remove_after("parts", 4)
@@ -304,15 +298,12 @@ def test_a_run_s_newest_model_and_vocabulary_are_for_others(workplace, train, ru
     run_here(train_gpt2, *flags, "-e", "hf", fails=("-e hf: a Hugging Face folder", "export_weights.py --model hf"))
 
 
-LLAMA = train_llama3.Config(maxT=32, V=131, L=2, NH=4, NKV=2, C=48, Vp=256, F=40, HS=16, tied=0)
-
-
-@pytest.mark.parametrize("config", (SMALL, LLAMA), ids=lambda config: type(config).__module__)
+@pytest.mark.parametrize("config", (SMALL, SMALL_LLAMA), ids=lambda config: type(config).__module__)
 @pytest.mark.parametrize("decay", ("matrices", "all"))
 @pytest.mark.parametrize("clip", (0.5, 1.3))
 def test_updates_are_pytorch_s(config, decay, clip):
     """Loss, norm and weights, of three updates of two batches, in a warm-up, with weight decay; clip: of the norm."""
-    architecture, params = {SMALL: GPT2, LLAMA: train_llama3.Llama3}[config], random_params(config, ones=1.0)
+    params = random_params(config, ones=1.0)
     batches = np.random.default_rng(0).integers(0, config.V, (3, 2, 2, 2, 9))  # update, micro-step, inputs or targets
     reference = to_reference(config, params, dtype=torch.float64)
 
@@ -323,9 +314,8 @@ def test_updates_are_pytorch_s(config, decay, clip):
     norm = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), np.inf))
     settings = Settings(B=2, T=9, total_batch_size=36, learning_rate=1e-2, warmup_steps=4, weight_decay=0.5,
                         decay=decay, beta2=0.95, eps=1e-3, grad_clip=clip * norm)
-    model, loader = architecture(config, params), SimpleNamespace(next_batch=iter(batches.reshape(6, 2, 2, 9)).__next__)
-    model.allocate_activations(2, 9)
-    model.allocate_training(2, 9, settings.micro_steps)
+    model = make_model(2, 9, settings.micro_steps, config, params)
+    loader = SimpleNamespace(next_batch=iter(batches.reshape(6, 2, 2, 9)).__next__)
     optimizer = torch.optim.AdamW([
         {"params": [p for p in reference.parameters() if (p.ndim > 1) == matrices],
          "weight_decay": 0.5 * (matrices or decay == "all")} for matrices in (True, False)],
@@ -361,14 +351,20 @@ def interrupt(monkeypatch):
     return interrupt
 
 
-@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
-def test_a_signal_saves_and_says_how_to_resume(workplace, run_here, interrupt, number):
-    interrupt(train_gpt2, "train_step", 4, number)
+@pytest.mark.parametrize("call, signals, status, saved", (
+    (4, (signal.SIGINT,), 130, 5), (4, (signal.SIGTERM,), 143, 5),
+    (0, (signal.SIGINT, signal.SIGTERM, signal.SIGINT), 130, None),  # of two, only a second Ctrl-C is impatient
+    (0, (signal.SIGHUP,), 0, 7)))  # which nohup ignores
+def test_a_signal_saves_and_says_how_to_resume(workplace, run_here, interrupt, call, signals, status, saved):
+    interrupt(train_gpt2, "train_step", call, *signals)
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     done = run_here(train_gpt2, *FAST, "-x", 7, "-v", 0, "-s", 0, "-o", "a run", check=False)
-    assert done.returncode == 128 + number and newest_checkpoint("a run") == 5
-    command = re.search(r"stopped after step 4; .*: python (.*)", done.stderr)[1]
-    resumed = run_here(train_gpt2, *shlex.split(command)[1:]).stdout
-    assert re.findall(r"step (\d): train loss", resumed) == ["5", "6"]
+    signal.signal(signal.SIGHUP, old)
+    assert done.returncode == status and newest_checkpoint("a run") == saved
+    if saved == 5:
+        command = re.search(r"stopped after step 4; .*: python (.*)", done.stderr)[1]
+        resumed = run_here(train_gpt2, *shlex.split(command)[1:]).stdout
+        assert re.findall(r"step (\d): train loss", resumed) == ["5", "6"]
 
 
 @pytest.mark.parametrize("of, name, flags", ((train_gpt2.Decoder, "logits", ("-s", 3, "-g", 10**6)),
@@ -385,17 +381,6 @@ def test_a_signal_within_a_sample_or_a_validation(workplace, run_here, train, in
     short = ("-s", 3, "-g", 20, "-v", 0, "-n", 5, "-x", 5)
     rest, whole = (train(*short, *more) for more in (("-o", "parts", "-y", 1), ("-o", "whole")))
     assert_goes_on(whole, rest, "generating:", 5)
-
-
-@pytest.mark.parametrize("signals, status", (
-    ((signal.SIGINT, signal.SIGTERM, signal.SIGINT), 130),  # of two, only a second Ctrl-C is impatient
-    ((signal.SIGHUP,), 0)))  # which nohup ignores
-def test_ctrl_c_twice_stops_at_once_and_nohup_is_respected(workplace, run_here, interrupt, signals, status):
-    interrupt(train_gpt2, "train_step", 0, *signals)
-    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    done = run_here(train_gpt2, *FAST, "-x", 5, "-v", 0, "-s", 0, "-o", "run", check=False)
-    signal.signal(signal.SIGHUP, old)
-    assert done.returncode == status and newest_checkpoint("run") == (5 if status == 0 else None)
 
 
 @pytest.mark.parametrize("kind", ("pipe", "terminal"))
@@ -418,6 +403,49 @@ def test_the_command_that_resumes(monkeypatch, capsys):
     assert "the same command and -y 1" in capsys.readouterr().err
     stopped(Settings(), 3)
     assert "nothing was saved" in capsys.readouterr().err
+
+
+def test_z_scores_are_those_of_the_last_values():
+    """And those of a checkpoint's notes go on as they were."""
+    rng, recent, last = np.random.default_rng(0), np.zeros(2, RECENT), collections.deque(maxlen=WINDOW)
+    for i, x in enumerate(rng.standard_normal(400).astype(np.float32)):
+        last.append(float(x))
+        expected = (x - np.mean(last)) / np.std(last) if i >= WINDOW else 0.0  # as llm.c, from the 129th on
+        assert abs(z_score(recent[LOSS], x) - expected) < 1e-6
+        if i in (5, 300):
+            recent = read_recent(json.loads(json.dumps(notes_on(recent))))
+    before = recent.copy()
+    assert z_score(recent[LOSS], math.inf) == math.inf and np.array_equal(recent, before)
+    recent[LOSS]["values"] = 2.0
+    assert z_score(recent[LOSS], 2.0) == 0.0
+    assert notes_on(np.zeros(2, RECENT)) == {} and not read_recent({}).view(np.uint8).any()
+
+
+@pytest.mark.parametrize("flag, what", (("-sl", "loss"), ("-sg", "norm")))
+def test_a_damaged_batch_changes_no_weight(workplace, train, run_here, flag, what, damaged=140):
+    """Text of four tokens, but for the batch of one update, which is skipped. This is said; and a run that is resumed
+    before it decides the same. Damaged notes are refused."""
+    def run(steps, directory, *more):
+        flags = ("-v", 0, "-s", 0, "-l", 1e-2, "-u", 20, "-n", 70, "--lines", "short", flag, 5)
+        return train(*flags, "-x", steps, "-o", directory, *more)
+
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 4, 16 * 150 + 1)
+    tokens[16 * damaged + 1 : 16 * (damaged + 1)] = rng.integers(0, SMALL.V, 15)
+    write_tokens("data/tiny_shakespeare_train.bin", [tokens], len(tokens))
+    said = [line for line in run(142, "whole").splitlines() if "skipped" in line]
+    assert said[0].startswith(f"step {damaged + 1}/142 | update skipped: {what} z-score ")
+    assert said[0].endswith(", above 5") and said[1:] == ["updates skipped: 1"]
+    run(damaged, "parts")
+    before = Path(f"parts/model_{damaged:08d}.bin").read_bytes()
+    run(damaged + 1, "parts", "-y", 1)
+    assert Path(f"parts/model_{damaged + 1:08d}.bin").read_bytes() == before
+    run(142, "parts", "-y", 1)
+    for name in checkpoint_paths("", 142):
+        assert Path("parts", name).read_bytes() == Path("whole", name).read_bytes()
+    for notes in ('{"recent": [1, 2]}', "[]", "{"):
+        Path("whole/DONE_00000142").write_text(notes)
+        run_here(train_gpt2, *FAST, "-x", 143, "-o", "whole", "-y", 1, fails=["DONE_00000142: cannot be read; remove "])
 
 
 def test_schedules():
