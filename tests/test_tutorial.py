@@ -35,7 +35,7 @@ NOTEBOOK = json.loads((ROOT / "doc" / "first_run.ipynb").read_text(encoding="utf
 CELLS = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
 
-@pytest.mark.parametrize("name, count", (("layernorm/layernorm.md", 11), ("attention/attention.md", 9),
+@pytest.mark.parametrize("name, count", (("layernorm/layernorm.md", 9), ("attention/attention.md", 9),
                                          ("walkthrough.md", 10)))
 def test_python_blocks(name, count):
     path = ROOT / "doc" / name
