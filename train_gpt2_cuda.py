@@ -341,16 +341,16 @@ JOB = np.dtype([("partials", "u8"), ("out", "u8", 3), ("width", "i4"), ("rows", 
                 ("padding", "i4")])  # struct Job of column_sums.cu
 
 
-def column_sums(device, partials):
-    """For each (sums (rows, columns), (out, ...)) of `partials`: out = the sums over their rows; one out, or three for
-    the thirds of the columns, which may be None. One launch for all."""
-    jobs = np.zeros(len(partials), JOB)
-    for job, (sums, outs) in zip(jobs, partials):
-        job["rows"], job["columns"] = sums.shape
-        job["partials"], job["width"] = sums.data.ptr, sums.shape[1] // len(outs)
+def column_sums(device, jobs):
+    """For each (partials (rows, columns), (out, ...)) of `jobs`: out = the sums over their rows; one out, or two or
+    three for equal parts of the columns, which may be None. One launch for all."""
+    table = np.zeros(len(jobs), JOB)
+    for job, (partials, outs) in zip(table, jobs):
+        job["rows"], job["columns"] = partials.shape
+        job["partials"], job["width"] = partials.data.ptr, partials.shape[1] // len(outs)
         job["out"][: len(outs)] = [0 if out is None else out.data.ptr for out in outs]
-    grid = blocks(int(jobs["columns"].max()), device.geometry.COLUMN_SUMS_COLUMNS), len(jobs)
-    device.launch("column_sums", grid, (device.geometry.COLUMN_SUMS_THREADS,), device.upload(jobs))
+    grid = blocks(int(table["columns"].max()), device.geometry.COLUMN_SUMS_COLUMNS), len(jobs)
+    device.launch("column_sums", grid, (device.geometry.COLUMN_SUMS_THREADS,), device.upload(table))
 
 
 def classifier(device, losses, logits, targets, dloss, write_gradient, B, T):
@@ -396,13 +396,13 @@ def global_norm(device, partials, sums, gradients, chunks, ranks):
                   gradients, chunks, ranks)
 
 
-def prepare_update(device, control, reports, parts, learning_rate, recent, settings):
+def prepare_update(device, control, reports, scalars, learning_rate, recent, settings):
     """control =: Adam's rate and eps for this step, the clip factor, the skip flag; the host's next report = loss,
-    norm, z-scores. parts: losses of the micro-batches, then global_norm's partials. recent: losses, norms."""
+    norm, z-scores. scalars: losses of the micro-batches, then global_norm's partials. recent: losses, norms."""
     s, n = settings, settings.micro_steps
-    device.launch("prepare_update", (1,), (device.geometry.UPDATE_THREADS,), control, pointer(reports), parts,
-                  parts[n:], learning_rate, np.float64(s.beta1), np.float64(s.beta2), np.float64(s.eps),
-                  s.grad_clip, n, parts.size - n, recent, s.skip_loss_zscore, s.skip_norm_zscore)
+    device.launch("prepare_update", (1,), (device.geometry.UPDATE_THREADS,), control, pointer(reports), scalars,
+                  scalars[n:], learning_rate, np.float64(s.beta1), np.float64(s.beta2), np.float64(s.eps),
+                  s.grad_clip, n, scalars.size - n, recent, s.skip_loss_zscore, s.skip_norm_zscore)
 
 
 def adamw_update(device, params, master, m, v, sums, gradients, chunks, ranks, control, beta1, beta2, seed):
@@ -441,7 +441,7 @@ class AdamW:
         vars(self).update({name: getattr(state, name) for name in table})
         self.groups, self.ranks = {"all": cp.asarray(chunks.view(np.uint8))}, shares.ranks
         # losses, then norm partials; own: other ranks' are 0
-        self.own_parts = self.parts = cp.zeros(settings.micro_steps + count * settings.needs_norm, np.float32)
+        self.own_scalars = self.scalars = cp.zeros(settings.micro_steps + count * settings.needs_norm, np.float32)
         self.control = cp.zeros(STEP_CONTROL.itemsize, np.uint8)
         self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8)
 
@@ -452,7 +452,7 @@ class AdamW:
 
     def loss(self, i):
         """Where the loss of micro-batch i goes."""
-        return self.own_parts[i : i + 1]
+        return self.own_scalars[i : i + 1]
 
     def accumulate(self, i):
         """Add the gradients of micro-batch i to the sums, before the next backward pass overwrites them."""
@@ -463,7 +463,7 @@ class AdamW:
         self.norm_of("all")
 
     def prepare(self, learning_rate, reports):
-        prepare_update(self.device, self.control, reports, self.parts, learning_rate, self.recent, self.settings)
+        prepare_update(self.device, self.control, reports, self.scalars, learning_rate, self.recent, self.settings)
 
     def update(self):
         self.update_of("all")
@@ -472,7 +472,7 @@ class AdamW:
         chunks, losses = self.groups[group], self.settings.micro_steps
         if self.settings.needs_norm and chunks.size:
             with self.device.span(f"norm {group}"):
-                global_norm(self.device, self.own_parts[losses:], self.sums, self.grads, chunks, self.ranks)
+                global_norm(self.device, self.own_scalars[losses:], self.sums, self.grads, chunks, self.ranks)
 
     def update_of(self, group):
         settings, chunks = self.settings, self.groups[group]
@@ -696,20 +696,20 @@ class GPT2:
             loss_mean(self.device, loss, acts.losses, scale, acts.B * acts.T)
         return loss_done
 
-    def backward(self, acts, inputs, scale):
-        """self.grads = the gradients of the last batch's loss; `classify` left dlogits in place of the logits. inputs:
-        the batch's SortedTokens; scale: the one that `classify` was given."""
+    def backward(self, acts, by_token, scale):
+        """self.grads = the gradients of the last batch's loss; `classify` left dlogits in place of the logits.
+        by_token: the batch's SortedTokens; scale: the one that `classify` was given."""
         device, linear, params, grads, config = self.device, self.linear, self.params, self.grads, self.config
         B, T, C, NH = acts.B, acts.T, config.C, config.NH
         N, recomputed = B * T, RECOMPUTED[self.settings.recompute]
         dresidual, dbranch, weight_gradient = acts.dresidual, acts.dbranch, self.weight_gradient
-        partials = []  # (partial sums, the gradients that column_sums makes of them): of biases and layernorms
+        jobs = []  # of column_sums: (partial sums, the gradients that are made of them): of biases and layernorms
 
         self.backward_head(acts, scale)
         layernorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3, params.lnfw,
                            acts.lnf_mean, acts.lnf_rstd, False, B, T, C)
         # dresidual's column sums, the third of the partials, are dfcprojb; after ln2's backward pass, dattprojb
-        partials.append((acts.lnf_partials, (grads.lnfw, grads.lnfb, self.grad_layers[-1].fcprojb)))
+        jobs.append((acts.lnf_partials, (grads.lnfw, grads.lnfb, self.grad_layers[-1].fcprojb)))
         # x_read: event after which x may be overwritten, and with it the recomputed tensor that was read beside it: ln2
         # with dfch, fch_gelu with dresidual, ln1 with dqkv.
         dfch_read = dqkv_read = None
@@ -722,7 +722,7 @@ class GPT2:
             gelu = a.fch_gelu if "fch_gelu" in recomputed else None
             matmul_gelu_backward_inp(device, linear("fcproj", l), a.dfch, a.gelu_partials, gelu, dresidual, a.fch, N,
                                      4 * C)
-            partials.append((a.gelu_partials, (g.fcb,)))
+            jobs.append((a.gelu_partials, (g.fcb,)))
             dresidual_read = weight_gradient("fcproj", l, dresidual, a.fch_gelu)
             if "ln2" in recomputed:
                 layernorm_forward(device, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, p.ln2w, p.ln2b, B, T, C)
@@ -731,13 +731,13 @@ class GPT2:
             device.wait(dresidual_read)
             layernorm_backward(device, dresidual, a.ln2_partials, dbranch, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd,
                                True, B, T, C)
-            partials.append((a.ln2_partials, (g.ln2w, g.ln2b, g.attprojb)))
+            jobs.append((a.ln2_partials, (g.ln2w, g.ln2b, g.attprojb)))
             dresidual_read = weight_gradient("attproj", l, dresidual, a.atty)
             linear("attproj", l).backward_inp(dbranch, dresidual)
             device.wait(dqkv_read)
             attention_backward(device, a.dqkv, acts.D, a.attention_partials, dbranch, a.qkv, a.atty, a.lse, None,
                                B, T, NH, NH, C // NH)
-            partials.append((a.attention_partials, (g.qkvb,)))
+            jobs.append((a.attention_partials, (g.qkvb,)))
             if "ln1" in recomputed:
                 layernorm_forward(device, a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)
             dqkv_read = weight_gradient("qkv", l, a.dqkv, a.ln1)
@@ -745,9 +745,9 @@ class GPT2:
             device.wait(dresidual_read)
             layernorm_backward(device, dresidual, a.ln1_partials, dbranch, residual, p.ln1w, a.ln1_mean, a.ln1_rstd,
                                True, B, T, C)
-            partials.append((a.ln1_partials, (g.ln1w, g.ln1b, fcprojb_below)))
-        column_sums(device, partials)
-        encoder_backward(device, grads.wte, grads.wpe, acts.wte_partials, dresidual, inputs, B, T, C)
+            jobs.append((a.ln1_partials, (g.ln1w, g.ln1b, fcprojb_below)))
+        column_sums(device, jobs)
+        encoder_backward(device, grads.wte, grads.wpe, acts.wte_partials, dresidual, by_token, B, T, C)
         device.wait(dqkv_read)  # the side stream's last launch
 
     def backward_head(self, acts, scale):

@@ -264,20 +264,20 @@ class Llama3(GPT2):
         residual_rmsnorm_forward(device, top.residual3, acts.lnf, acts.lnf_rstd, top.residual2, branch, params.lnfw,
                                  eps, B, T, C)
 
-    def backward(self, acts, inputs, scale):
+    def backward(self, acts, by_token, scale):
         """self.grads = the gradients of the last batch's loss, as GPT-2's."""
         device, linear, params, grads, config = self.device, self.linear, self.params, self.grads, self.config
         B, T, C, F, eps = acts.B, acts.T, config.C, config.F, config.eps
         N, recomputed = B * T, RECOMPUTED[self.settings.recompute]
         dresidual, dbranch, weight_gradient = acts.dresidual, acts.dbranch, self.weight_gradient
-        partials = []  # (partial sums, the gradient that column_sums makes of them), of RMSNorms
+        jobs = []  # of column_sums: (partial sums, the gradient that is made of them), of RMSNorms
 
         self.backward_head(acts, scale)
         if not config.tied:
             grads.wte.fill(0)  # a memset on the main stream
         rmsnorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3, params.lnfw,
                          acts.lnf_rstd, False, B, T, C)
-        partials.append((acts.lnf_partials, (grads.lnfw,)))
+        jobs.append((acts.lnf_partials, (grads.lnfw,)))
         # x_read: event after which x may be overwritten, and with it the recomputed tensor that was read beside it: ln2
         # with dfch, fch_swiglu with dresidual, ln1 with dqkv.
         dfch_read = dqkv_read = None
@@ -296,7 +296,7 @@ class Llama3(GPT2):
             linear("fc", l).backward_inp(dbranch, a.dfch)
             device.wait(dresidual_read)
             rmsnorm_backward(device, dresidual, a.ln2_partials, dbranch, a.residual2, p.ln2w, a.ln2_rstd, True, B, T, C)
-            partials.append((a.ln2_partials, (g.ln2w,)))
+            jobs.append((a.ln2_partials, (g.ln2w,)))
             dresidual_read = weight_gradient("attproj", l, dresidual, a.atty)
             linear("attproj", l).backward_inp(acts.datty, dresidual)
             device.wait(dqkv_read)
@@ -308,9 +308,9 @@ class Llama3(GPT2):
             linear("qkv", l).backward_inp(dbranch, a.dqkv)
             device.wait(dresidual_read)
             rmsnorm_backward(device, dresidual, a.ln1_partials, dbranch, residual, p.ln1w, a.ln1_rstd, True, B, T, C)
-            partials.append((a.ln1_partials, (g.ln1w,)))
-        column_sums(device, partials)
-        encoder_backward(device, grads.wte, None, acts.wte_partials, dresidual, inputs, B, T, C)
+            jobs.append((a.ln1_partials, (g.ln1w,)))
+        column_sums(device, jobs)
+        encoder_backward(device, grads.wte, None, acts.wte_partials, dresidual, by_token, B, T, C)
         device.wait(dqkv_read)  # joins the side stream
 
 

@@ -340,13 +340,13 @@ class Speedrun(GPT2):
             residual, below, addend = a.residual3, a.residual2, branch
         residual_rmsnorm_forward(device, residual, acts.lnf, acts.lnf_rstd, below, branch, params.lnfw, EPS, B, T, C)
 
-    def backward(self, acts, inputs, scale):
+    def backward(self, acts, by_token, scale):
         """self.grads = the gradients of the last batch's loss, as GPT-2's."""
         device, linear, params, grads, config = self.device, self.linear, self.params, self.grads, self.config
         B, T, C, NH, HS, N = acts.B, acts.T, config.C, config.NH, config.HS, acts.B * acts.T
         recomputed = RECOMPUTED[self.settings.recompute]
         dresidual, dbranch, weight_gradient = acts.dresidual, acts.dbranch, self.weight_gradient
-        partials = []  # (partial sums, the gradients that column_sums makes of them): of biases and RMSNorms
+        jobs = []  # of column_sums: (partial sums, the gradients that are made of them): of biases and RMSNorms
 
         self.backward_head(acts, scale)
         logits_bias_backward(device, acts.headb_partials, acts.logits, scale / self.dlogits_scale(scale), N)
@@ -354,7 +354,7 @@ class Speedrun(GPT2):
         rmsnorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3, params.lnfw,
                          acts.lnf_rstd, False, B, T, C)
         # dresidual's column sums, the second of the partials, are dfcprojb; after ln2's backward pass, dattprojb
-        partials.append((acts.lnf_partials, (grads.lnfw, self.grad_layers[-1].fcprojb)))
+        jobs.append((acts.lnf_partials, (grads.lnfw, self.grad_layers[-1].fcprojb)))
         dfch_read = dqkv_read = None  # events after which dfch and dqkv may be overwritten
         for l in reversed(range(config.L)):
             p, a, g = self.param_layers[l], acts.backward_layers[l], self.grad_layers[l]
@@ -365,7 +365,7 @@ class Speedrun(GPT2):
             relu2 = a.fch_relu2 if "fch_relu2" in recomputed else None
             matmul_gelu_backward_inp(device, linear("fcproj", l), a.dfch, a.relu2_partials, relu2, dresidual, a.fch, N,
                                      4 * C)
-            partials.append((a.relu2_partials, (g.fcb,)))
+            jobs.append((a.relu2_partials, (g.fcb,)))
             dresidual_read = weight_gradient("fcproj", l, dresidual, a.fch_relu2)
             if "ln2" in recomputed:
                 rmsnorm_forward(device, a.ln2, a.ln2_rstd, a.residual2, p.ln2w, EPS, B, T, C)
@@ -373,26 +373,26 @@ class Speedrun(GPT2):
             linear("fc", l).backward_inp(dbranch, a.dfch)
             device.wait(dresidual_read)
             rmsnorm_backward(device, dresidual, a.ln2_partials, dbranch, a.residual2, p.ln2w, a.ln2_rstd, True, B, T, C)
-            partials.append((a.ln2_partials, (g.ln2w, g.attprojb)))
+            jobs.append((a.ln2_partials, (g.ln2w, g.attprojb)))
             dresidual_read = weight_gradient("attproj", l, dresidual, a.atty)
             linear("attproj", l).backward_inp(dbranch, dresidual)
             device.wait(dqkv_read)
             attention_backward(device, acts.dqkv, acts.D, None, dbranch, a.qkv, a.atty, a.lse, None, B, T, NH, NH, HS)
             qknorm_backward(device, a.dqkv, a.qknorm_partials, acts.dqkv, a.qkv, a.qk_rstd, acts.rope, B, T, NH, HS)
-            partials.append((a.qknorm_partials, (g.qkvb,)))
+            jobs.append((a.qknorm_partials, (g.qkvb,)))
             if "ln1" in recomputed:
                 rmsnorm_forward(device, a.ln1, a.ln1_rstd, residual, p.ln1w, EPS, B, T, C)
             dqkv_read = weight_gradient("qkv", l, a.dqkv, a.ln1)
             linear("qkv", l).backward_inp(dbranch, a.dqkv)
             device.wait(dresidual_read)
             rmsnorm_backward(device, dresidual, a.ln1_partials, dbranch, residual, p.ln1w, a.ln1_rstd, True, B, T, C)
-            partials.append((a.ln1_partials, (g.ln1w, fcprojb_below)))
+            jobs.append((a.ln1_partials, (g.ln1w, fcprojb_below)))
         rmsnorm_backward(device, dbranch, acts.ln0_partials, dresidual, acts.embedded, params.ln0w, acts.ln0_rstd,
                          False, B, T, C)
-        partials.append((acts.ln0_partials, (grads.ln0w, None)))
-        column_sums(device, partials)
+        jobs.append((acts.ln0_partials, (grads.ln0w, None)))
+        column_sums(device, jobs)
         grads.wte.fill(0)  # a memset on the main stream
-        encoder_backward(device, grads.wte, None, acts.wte_partials, dbranch, inputs, B, T, C)
+        encoder_backward(device, grads.wte, None, acts.wte_partials, dbranch, by_token, B, T, C)
         device.wait(dqkv_read)  # joins the side stream
 
 

@@ -26,6 +26,7 @@ from llmc.tensors import Tensors, allocate, flat, table_bytes, views
 
 NOT_READY = 600  # cudaErrorNotReady
 CALIBRATIONS = 4  # passes that find FP8's first scales
+PART = 1 << 22  # weights that are rounded to bfloat16 at a time
 
 # ----------------------------------------------------------------------------------------------------------------------
 # opening a model on a GPU
@@ -186,19 +187,17 @@ class Trainer(ForwardPasses):
         return views(table, self.peers.allocate(table_bytes(table))) if self.peers else allocate(table, cp)
 
     def set_params(self, params):
-        """Copy the weights, float32 Tensors, from the host. In bfloat16, they are rounded on the GPU, a share's size at
-        a time, with the optimizer's state as scratch."""
+        """Copy the weights, float32 Tensors, from the host. In bfloat16, they are rounded on the GPU, a part at a time.
+        """
         if not self.precision.bf16:
             copy_to_gpu(self.params.buffer, params.buffer)
             return
-        scratch, master = getattr(self.optimizer, self.optimizer.STATE[0]), self.optimizer.master
-        exact, rounded, size = flat(params), flat(self.params), scratch.size // 8 * 8  # whole packs of round_weights
-        for begin in range(0, exact.size, size):
-            part = slice(begin, begin + size)
+        exact, rounded, scratch = flat(params), flat(self.params), cp.empty(PART, np.float32)
+        for begin in range(0, exact.size, PART):
+            part = slice(begin, begin + PART)
             round_weights(self.device, rounded[part], copy_to_gpu(scratch[: exact[part].size], exact[part]))
-        scratch.fill(0)
-        if master is not None:
-            copy_to_gpu(master, self.shares.take(exact, self.ranks.rank))
+        if self.optimizer.master is not None:
+            copy_to_gpu(self.optimizer.master, self.shares.take(exact, self.ranks.rank))
 
     # -- an update: prepare, once; then begin_step and end_step
 
@@ -221,7 +220,7 @@ class Trainer(ForwardPasses):
                 for key in several.messages.gradient_sends:
                     several.send_gradients(key)
                 several.send_all_weights()
-                several.add_up((self.optimizer.parts, self.optimizer.own_parts))
+                several.add_up((self.optimizer.scalars, self.optimizer.own_scalars))
             self.device.synchronize()
             if settings.graph:
                 self.graph = self.model.capture(self)

@@ -252,8 +252,8 @@ class SharedPasses:
         self.several.weight_done(f"{name}w", l, done)
         return done
 
-    def backward(self, acts, inputs, scale):
-        super().backward(acts, inputs, scale)
+    def backward(self, acts, by_token, scale):
+        super().backward(acts, by_token, scale)
         if self.several.micro_batch is not None:
             self.several.send_gradients(REST)
             self.several.micro_batch += 1
@@ -269,11 +269,11 @@ class SharedUpdate:
         self.several, chunks = several, self.groups["all"]
         first, rest, _ = (CHUNKS.itemsize * end for end in self.ends)
         self.groups |= {"first layer": chunks[:first], "rest": chunks[first:rest], "other layers": chunks[rest:]}
-        self.parts = self.own_parts.copy()  # of all ranks
+        self.scalars = self.own_scalars.copy()  # of all ranks
 
     def loss(self, i):
         number = i * self.ranks + self.several.ranks.rank  # among the update's micro-batches
-        return self.own_parts[number : number + 1]
+        return self.own_scalars[number : number + 1]
 
     def accumulate(self, i):
         self.device.wait(self.several.gradients_arrived.get(REST))
@@ -283,7 +283,7 @@ class SharedUpdate:
         self.device.wait(self.several.gradients_arrived[REST])
         self.norm_of("first layer")
         self.norm_of("rest")
-        self.several.add_up((self.parts, self.own_parts))
+        self.several.add_up((self.scalars, self.own_scalars))
 
     def update(self):
         super().update()
