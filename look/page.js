@@ -65,8 +65,18 @@ const scroll = (...rows) => make("div", { className: "scroll" }, make("table", {
 const link = (tensor, index, text = `${tensor.title}[${index.join(", ")}]${ofLayer(tensor.layer)}`) =>
   make("a", { href: tensor.href(index), textContent: text });
 
-function bigPicture(rows, columns, number, full, [row, column], choose, label, low = -full) {  // click its cells
-  const wide = Math.max(200, Math.min(620, innerWidth - 60)) / columns, up = Math.max(.45, Math.min(28, 460 / rows));
+const each = inputs.map(id => [word(id), 1]);  // labels: words, and how many rows or columns each is for
+const labels = (list, className, side, size) => make("div", { className }, ...list.map(([textContent, n]) =>
+  make("span", { textContent, className: textContent.length > 1 ? "word" : "",
+    style: `${side}:${n * size}px;font-size:${Math.min(11, n * size)}px` })));
+function labelsOf({ shape, isWeight, name }) {  // across and down
+  const Q = newest["atty|0"].shape[1], K = (shape[1] - Q) / 2;
+  return isWeight ? [] : [each, shape.length === 3 ? each : name === "qkv" ? [["query", Q], ["key", K], ["value", K]] : []];
+}
+
+// Click its cells.
+function bigPicture(rows, columns, number, full, [row, column], choose, label, [above = [], left = []], low = -full) {
+  const wide = Math.max(200, Math.min(560, innerWidth - 110)) / columns, up = Math.max(.45, Math.min(28, 460 / rows));
   const across = wide > 2 ? Math.min(28, Math.floor(wide)) : wide;
   const canvas = draw(make("canvas", { role: "img", ariaLabel: label }), rows, columns, number, full);
   canvas.style = `width:${columns * across}px;height:${rows * up}px`;
@@ -75,7 +85,8 @@ function bigPicture(rows, columns, number, full, [row, column], choose, label, l
   const scale = draw(make("canvas", { className: "legend" }), 1, 256, (r, c) => low + (full - low) * c / 255, full);
   const chosen = make("i", { style: `left:${column * across - 2}px;top:${row * up - 2}px;width:${
     Math.max(across, 2) + 4}px;height:${Math.max(up, 2) + 4}px` });
-  return make("div", {}, make("div", { className: "big" }, canvas, chosen),
+  return make("div", {}, make("div", { className: "big" }, labels(above, "across", "width", across),
+    labels(left, "down", "height", up), make("div", {}, canvas, chosen)),
     make("p", {}, `colors: ${say(low)}`, scale, `${say(full)}, and beyond`));
 }
 
@@ -225,7 +236,7 @@ function drawDetail() {
     words("p", tensor.kind === "gradient" ? `How the loss changes with ${tensor.name}: ${what}.` : `It is ${what}.`),
     words("p", `${tensor.shape.join(" × ")} numbers, ${say(low)} … ${say(high)}`),
     bigPicture(rows, columns, (r, c) => tensor.num(...at(r, c)), full, cell(index),
-      (r, c) => go(mode, key, at(r, c)), `${tensor.title}: ${what}`, low < 0 ? -full : 0),
+      (r, c) => go(mode, key, at(r, c)), `${tensor.title}: ${what}`, labelsOf(tensor), low < 0 ? -full : 0),
     make("p", { className: "index" }, ...index.map((i, axis) => make("label", {}, `${names[axis]} `,
       make("input", { type: "number", value: i, min: 0, max: tensor.shape[axis] - 1,
         onchange: event => go(mode, key, index.with(axis, +event.target.value)) })))),
@@ -244,7 +255,7 @@ function drawMove() {
     words("p", `Of ${weight.shape.join(" × ")} weights, the one in each block that moves most. All moves together have`
       + ` length ${say(data.update.tensors[key].total)}.`),
     bigPicture(rows, columns, number, full, [Math.floor(k / columns), k % columns],
-      (r, c) => go("update", key, [r * columns + c]), "how far the weights move"),
+      (r, c) => go("update", key, [r * columns + c]), "how far the weights move", []),
     make("p", {}, `Weight ${at[k]} moves by `, words("output", say(moved[k]))),
     ...howMade(e, e.moved)];
 }
@@ -293,7 +304,7 @@ function drawAttention() {
     headGrid((l, h, r, c) => newest[`att|${l}`].num(h, r, c), choose, `${l},${h}`)),
   make("div", { id: "one" }, words("h2", `Layer ${l + 1}, head ${h + 1}`),
     bigPicture(T, T, (r, c) => att.num(h, r, c), 1, [t, looks[0][0]], r => go("attention", `att|${l}`, [h, r, 0]),
-      `attention of layer ${l + 1}, head ${h + 1}`, 0),
+      `attention of layer ${l + 1}, head ${h + 1}`, labelsOf(att), 0),
     words("p", `From position ${position(t)} it looks at (the prompt above chooses another position):`),
     scroll(...looks.map(([x, p]) => cells("td", position(x), link(att, [h, t, x], say(p))))))];
 }
