@@ -42,7 +42,7 @@ class GPU(NamedTuple):
     shared: int  # bytes of shared memory that a block can have
 
 
-INSTEAD = "with no GPU, train with: python train_gpt2.py, or train_llama3.py"
+INSTEAD = "with no GPU, train with: python train_gpt2.py (or train_llama3.py, train_speedrun.py)"
 
 
 def count_gpus():
