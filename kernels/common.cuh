@@ -297,8 +297,8 @@ __device__ inline float2 sum_over_warps(float2 x, int buffer) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// sums over the rows of an (N,columns) tensor. Block (32, ROW_GROUPS); grid (columns / (32 * PACK) rounded up, any number
-// of blocks that share the rows): each writes a row of partial sums, which column_sums adds up.
+// sums over the rows of an (N,columns) tensor. Block (32, ROW_GROUPS); grid (columns / (32 * PACK) rounded up, any
+// number of blocks that share the rows): each writes a row of partial sums, which column_sums adds up.
 
 struct BlockRows {
     int c;           // the first of PACK columns that this thread has

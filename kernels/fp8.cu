@@ -7,8 +7,8 @@
 //     prepare_scales   scales of the next update, from history and largest; reports = counts     in place
 //
 // E4M3 has 3 bits of mantissa, numbers from 2^-9 to 448, NaN and no infinities: what is beyond 448 becomes 448, NaN
-// stays. Weights are rounded at random, all else to nearest; tests/fp8_reference.py has both in NumPy. Bound by bytes: 2 read
-// and 2 written for each number.
+// stays. Weights are rounded at random, all else to nearest; tests/fp8_reference.py has both in NumPy. Bound by bytes:
+// 2 read and 2 written for each number.
 
 #include "fp8.cuh"
 

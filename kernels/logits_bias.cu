@@ -2,8 +2,8 @@
 //
 //     partials[block] = factor * the column sums of dlogits over the block's rows         partials =
 //
-// dlogits (N,Vp), of classifier.cu: elements or, in FP8 runs, E5M2 in the order of fp8.cuh, in the first half of each row.
-// Bound by bytes: it reads dlogits once more.
+// dlogits (N,Vp), of classifier.cu: elements or, in FP8 runs, E5M2 in the order of fp8.cuh, in the first half of each
+// row. Bound by bytes: it reads dlogits once more.
 
 #include "common.cuh"
 

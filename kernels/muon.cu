@@ -7,8 +7,8 @@
 //     muon_update     params = params * (1 - learning_rate * decay) - learning_rate * scale * u    params =, master =
 //
 // https://kellerjordan.github.io/posts/muon/. The first and the last work on the chunks of a rank's share, as
-// adamw_update: u has these one after the other, from number `first` of the share on. The others work on whole matrices,
-// `size` elements each, one after the other in x. Bound by bytes.
+// adamw_update: u has these one after the other, from number `first` of the share on. The others work on whole
+// matrices, `size` elements each, one after the other in x. Bound by bytes.
 
 #include "update.cuh"
 
@@ -82,8 +82,8 @@ muon_polynomial(element* out, const element* square, const element* fourth, floa
     }
 }
 
-// Grid as muon_momentum's. master: the float32 weights of which params are a rounded copy, or null; seed: for stochastic
-// rounding, 0: to nearest.
+// Grid as muon_momentum's. master: the float32 weights of which params are a rounded copy, or null; seed: for
+// stochastic rounding, 0: to nearest.
 extern "C" __global__ void __launch_bounds__(THREADS)
 muon_update(element* params, float* master, const element* u, const Chunk* chunks, const Control* control, float scale,
             float decay, int seed, int64 first) {

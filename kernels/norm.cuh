@@ -20,8 +20,8 @@ static_assert(PACKS * PACK <= 32, "a thread keeps at most 32 elements of a row: 
 // The column at which this thread's pack p of a row starts; if >= C, there is none.
 __device__ inline int column(int p) { return (p * ROW_THREADS + threadIdx.x % ROW_THREADS) * PACK; }
 
-// x = inp1 + inp2, rounded, and residual =, or x = inp1 without an inp2 (without an inp1, that is 0): this thread's packs of the row that begins at
-// `start`; 0 beyond C, or unless the row exists. each(x) is called with every number.
+// x = inp1 + inp2, rounded, and residual =, or x = inp1 without an inp2 (without an inp1, that is 0): this thread's
+// packs of the row that begins at `start`; 0 beyond C, or unless the row exists. each(x) is called with every number.
 template <class Each>
 __device__ __forceinline__ void residual_row(Floats (&x)[PACKS], residual_element* residual,
                                              const residual_element* inp1, const element* inp2, int64 start,

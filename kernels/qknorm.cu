@@ -105,7 +105,8 @@ qknorm_backward_fp8(unsigned char* dx, const float* fp8_scale, int* largest, int
         Floats x;
 #pragma unroll
         for (int k = 0; k < PACK; k++) x.x[k] = d.x[k] * to_bytes;
-        const uint32 bytes[2] = {four_bytes(x.x[0], x.x[1], x.x[2], x.x[3]), four_bytes(x.x[4], x.x[5], x.x[6], x.x[7])};
+        const uint32 bytes[2] = {four_bytes(x.x[0], x.x[1], x.x[2], x.x[3]),
+                                 four_bytes(x.x[4], x.x[5], x.x[6], x.x[7])};
         stats.add(d.x, bytes);
         *reinterpret_cast<uint2*>(dx + i) = in_order({bytes[0], bytes[1]}, lanes);
     });

@@ -10,13 +10,13 @@
 //     decode_logits     residual, layernorm, matmul                                     residual, logits =
 //     decode_sample     draws the next token                                            tokens, randoms, control =
 //
-// Llama 3 has RMSNorm for layernorm (RMS), no biases, queries and keys rotated for wpe (ROPE), SwiGLU for GELU (SWIGLU).
-// The speed run's model has RMSNorm, also after the embedding, rotation, squared ReLU, normalized queries and keys
-// (MODEL_QK_SCALE), a bias of the logits and their cap. Arguments that a model lacks are null. The pages' Decoders are
-// the specification, llmc/sampler.py's Choice that of decode_sample. There are N = B*T rows. residual (N,C) and logits
-// (B,Vp) are float32; query and atty (N,Q), act (N,F), keys and values (B,NKV,maxT,HS) are elements. "residual" above:
-// branches, which decode_project wrote, is added to the residual stream. The position is in GPU memory, so that one
-// graph is every step. A row has the same bits whatever the other rows are.
+// Llama 3 has RMSNorm for layernorm (RMS), no biases, queries and keys rotated for wpe (ROPE), SwiGLU for GELU
+// (SWIGLU). The speed run's model has RMSNorm, also after the embedding, rotation, squared ReLU, normalized queries and
+// keys (MODEL_QK_SCALE), a bias of the logits and their cap. Arguments that a model lacks are null. The pages' Decoders
+// are the specification, llmc/sampler.py's Choice that of decode_sample. There are N = B*T rows. residual (N,C) and
+// logits (B,Vp) are float32; query and atty (N,Q), act (N,F), keys and values (B,NKV,maxT,HS) are elements. "residual"
+// above: branches, which decode_project wrote, is added to the residual stream. The position is in GPU memory, so that
+// one graph is every step. A row has the same bits whatever the other rows are.
 //
 // A step reads all weights once; the rest of its time is the latency of a chain of kernels. So each begins before the
 // previous one ends, requests its weights, and only then waits for its inputs (programmatic dependent launch).
