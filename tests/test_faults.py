@@ -1,6 +1,7 @@
 """What bad input gets: one line that names the file or flag, exit status 1, nothing half-written and nothing lost."""
 
 import os
+import shlex
 import subprocess
 import sys
 import zlib
@@ -35,10 +36,8 @@ def train(run_here):
 
 def patch_header(path, **fields):
     """Overwrite header ints: patch_header(path, h4=0) sets slot 4."""
-    data = bytearray(Path(path).read_bytes())
     for slot, value in fields.items():
-        data[4 * int(slot[1:]) : 4 * int(slot[1:]) + 4] = np.int32(value).tobytes()
-    Path(path).write_bytes(data)
+        np.memmap(path, "<i4", "r+", 4 * int(slot[1:]), shape=1)[0] = value
 
 
 FILES = {  # name: what makes it
@@ -147,39 +146,33 @@ def test_token_file_faults(workplace, train):
 
 
 @pytest.mark.parametrize("flags, words", (
-    (("-b", 0), ("-b/--batch_size 0", "at least 1")), (("-t", 33), ("-t/--sequence_length 33", "32")),
-    (("-g", 0), ("-g/--sample_tokens 0", "at least 1")), (("-x", -5), ("-x/--steps -5", "at least 0")),
-    (("-m", 0), ("-m/--val_batches 0",)), (("-l", "nan"), ("-l/--learning_rate nan",)),
-    (("--eps", 1e-46), ("--eps 1e-46", "expected")), (("--eps", 1e39), ("--eps 1e+39", "expected")),
-    (("-e", ""), ("-e/--model", "empty")), (("-i", "a\nb"), ("a\\nb_train.bin",)),
-    (("-g", 10**20), ("-g/--sample_tokens", "2^31")), (("--beta1", 1), ("--beta1 1", "expected 0 <= beta1 < 1")),
-    (("-q", 2), ("-q/--final_fraction 2",)), (("--grad_clip", -1), ("--grad_clip -1", "at least 0")),
-    (("-d", 17), ("-d/--total_batch_size 17", "multiple of B*T = 16")), (("-n", 5), ("-n", "-o DIR")),
-    (("-y", 1, "-o", "run.log"), ("-y", "run.log is a log file")), (("-b", 10**6), ("tokens", "-b or -t")),
-    (("-i", "nothing_*.bin", "-j", "x.bin"), ("nothing_*.bin", "no file matches")),
-    (("-i", "shards.bin", "-v", 1), ("shards.bin", "-j")),
-    (("-o", "run", "-e", "none.bin"), ("none.bin", "the directory of a run")),
-    (("--tokenizer", "none.bin"), ("none.bin: no such file",)),
-    (("-i", __file__), (f"python prepro_text.py {__file__} --output data/mine, then -i data/mine",)),
-    (("-i", "data/foo"), ("data/foo_train.bin: no such file", "prepro_text.py FILE --output data/foo")),
-    (("-x", 1, "-l", 1e30, "-v", 1, "--final_reports", 1), ("step 1: the validation loss is nan",)),
-    (("-x", 50, "-l", 1e30), ("the loss is nan", "-l")),
-    (("-o", "gpt2_tokenizer.bin/run"), ("gpt2_tokenizer.bin/run: cannot be made a directory",)),
-    (("-o", "gpt2_tokenizer.bin"), ("gpt2_tokenizer.bin: cannot be made a directory",)),
-    (("-o", "/proc/run.log"), ("/proc/run.log: cannot be written",))))
+    ("-b 0", "-b/--batch_size 0.*at least 1"), ("-t 33", "-t/--sequence_length 33.*32"), ("-m 0", "-m/--val_batches 0"),
+    ("-g 0", "-g/--sample_tokens 0.*at least 1"), ("-x -5", "-x/--steps -5.*at least 0"), ("-n 5", "-n.*-o DIR"),
+    ("-l nan", "-l/--learning_rate nan"), ("--eps 1e-46", "--eps 1e-46.*expected"), ("-q 2", "-q/--final_fraction 2"),
+    ("--eps 1e39", "--eps 1e+39.*expected"), ("-e ''", "-e/--model.*empty"), ("-i 'a\nb'", "a\\nb_train.bin"),
+    ("-g 100000000000000000000", "-g/--sample_tokens.*2^31"), ("--beta1 1", "--beta1 1.*expected 0 <= beta1 < 1"),
+    ("--grad_clip -1", "--grad_clip -1.*at least 0"), ("-d 17", "-d/--total_batch_size 17.*multiple of B*T = 16"),
+    ("-y 1 -o run.log", "-y.*run.log is a log file"), ("-b 1000000", "tokens.*-b or -t"),
+    ("-i nothing_*.bin -j x.bin", "nothing_*.bin.*no file matches"), ("-i shards.bin -v 1", "shards.bin.*-j"),
+    ("-o run -e none.bin", "none.bin.*the directory of a run"), ("--tokenizer none.bin", "none.bin: no such file"),
+    (f"-i {__file__}", f"python prepro_text.py {__file__} --output data/mine, then -i data/mine"),
+    ("-i data/foo", "data/foo_train.bin: no such file.*prepro_text.py FILE --output data/foo"),
+    ("-x 1 -l 1e30 -v 1 --final_reports 1", "step 1: the validation loss is nan"), ("-x 50 -l 1e30", "loss is nan.*-l"),
+    ("-o gpt2_tokenizer.bin/run", "gpt2_tokenizer.bin/run: cannot be made a directory"),
+    ("-o gpt2_tokenizer.bin", "gpt2_tokenizer.bin: cannot be made a directory"),
+    ("-o /proc/run.log", "/proc/run.log: cannot be written")))
 def test_flags(workplace, flags, words, train):
     """Nothing is written, nor written over."""
     Path("data/x_train_0.bin").touch()
-    assert_one_line_error(train(*flags), *words)
+    assert_one_line_error(train(*shlex.split(flags)), *words.split(".*"))
     assert not list(workplace.glob("run/*")) and read_tokenizer("gpt2_tokenizer.bin")
 
 
 @pytest.mark.parametrize("flags, says", (
-    (("--lr", 1e-3), "unrecognized arguments: --lr 0.001; --help lists all flags"),
-    (("-x", "y"), "-x/--steps: invalid int value: 'y';"),
-    (("-i", "a_train_0.bin", "a_train_1.bin"), "arguments: a_train_1.bin; --help lists all flags, and a glob needs")))
+    ("--lr 0.001", "unrecognized arguments: --lr 0.001; --help lists all flags"), ("-x y", "-x/--steps: invalid int"),
+    ("-i a_train_0.bin a_train_1.bin", "arguments: a_train_1.bin; --help lists all flags, and a glob needs quotes")))
 def test_flags_that_are_none(workplace, train, flags, says):
-    done = train(*flags)
+    done = train(*flags.split())
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and says in done.stderr
 
 
