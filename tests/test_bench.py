@@ -60,10 +60,8 @@ def test_the_tables_of_a_gpu(monkeypatch, tmp_path):
     jobs = [bench.Job("gpu", name, "bfloat16", 4, 1024) for name in ("ours", "compile")]
     ours = {**RESULT, "matmul": 8e14, "bandwidth": 4e12, "flops": 4e12, "moved": 4e9, "cold": 5.0,
             "profile": {"matmul fc": 1.0, "adamw_update": 2.0}}
-    fp8 = jobs[0]._replace(precision="fp8"), {**ours, "ms": 8.0}
-    lines = bench.gpu_table("fp8", [(jobs[0], ours), (jobs[1], {"failed": "out of memory"}), fp8])
+    lines = bench.gpu_table("fp8", [(jobs[0], ours), (jobs[1], {"failed": "out of memory"})])
     assert "| 10.00 | 409600 |" in lines[2] and "5.0 s, warm 2.0 s" in lines[2] and "60%" in lines[2]
-    assert "| 4 | fp8 | 8.00 | 512000 |" in lines[4] and lines[4].endswith("|  |")
     assert "failed: out of memory" in lines[3] and len({line.count("|") for line in lines}) == 1
     summary = bench.gpu_summary([(jobs[0], ours), (jobs[1], {**RESULT, "ms": 12.0})])
     assert any("llm.c" in line for line in summary) and len({line.count("|") for line in summary}) == 1
@@ -242,8 +240,7 @@ def observed_step(trainer):
 def test_the_launches_of_a_step_have_labels_and_work(fake_gpu, page, settings):
     """Each weight's three matmuls, whoever does them; and no kernel is unknown but those that a step never launches."""
     if settings.get("dtype") == "fp8" and page is Llama3:  # F=200
-        with pytest.raises(UserError, match="expects multiples of 16"):
-            open_trainer(fake_gpu, page, **settings)
+        pytest.raises(UserError, open_trainer, fake_gpu, page, **settings).match("expects multiples of 16")
         return
     trainer = open_trainer(fake_gpu, page, grad_clip=1.0, **settings)
     labels, flops = set(), 0
