@@ -248,7 +248,7 @@ def test_shards_are_the_same_tokens(tmp_path, run_here, monkeypatch):
     ("a.txt", TEXT, "none.txt.*no such file", "none.txt"), ("a.txt", TEXT, "*.none.*no file", "*.none"),
     ("g", TEXT, "--shard_tokens 0", "--shard_tokens 0"), ("h.txt", TEXT, "h.txt.*directory", "--output h.txt/x"),
     ("f.txt", TEXT, "char/tokenizer.json: no such file.*gpt2, bytes, chars, a run or", "--vocabulary char"),
-    ("f.txt", TEXT, "--processes 0", "--processes 0"), ("j_train.bin", TEXT, "j_train.bin.*another --output", "--output j"),
+    ("f", TEXT, "--processes 0", "--processes 0"), ("j_train.bin", TEXT, "j_train.bin.*another --output", "--output j"),
     ("k_val_000000.bin", TEXT, "k_val_000000.bin.*another --output", ". --output k --shard_tokens 9")),
     ids=lambda value: value if isinstance(value, str) else "")
 def test_text_that_is_refused(tmp_path, vocabulary_here, run_here, monkeypatch, name, data, words, flags):
@@ -499,7 +499,7 @@ def test_parquet_that_is_refused(tokenize, tmp_path, run_here, monkeypatch):
     write_parquet("number.parquet", text=[1])
     write_parquet("short.parquet", text=[""] * 40)
     for flags, words in (("--shards 0", "--shards 0"), ("--processes 0", "--processes 0"),
-            ("--shard_tokens 5", "--shard_tokens 5.*--parquet"), ("--input *.parquet --output out", "not a parquet file"),
+            ("--shard_tokens 5", "--shard_tokens 5.*--parquet"), ("--input *.parquet --output out", "not a parquet"),
             ("--input none.parquet", "none.parquet.*no such file"), ("--input none*.parquet", "none*.parquet.*no file"),
             ("--input 0.parquet --output out", "out/parquet.json.*--shard_tokens.*another --output"),
             ("--output out", "out: its shards are made from parquet.*another --output"),

@@ -130,17 +130,6 @@ def test_epochs_are_read_in_llm_c_s_order(tmp_path, counts, seed, golden):
     assert [first // 8 for first in expected[: len(golden)]] == golden
 
 
-@pytest.mark.parametrize("shuffle", (False, True))
-def test_ranks_share_the_batches_of_one(tmp_path, shuffle):
-    """Rank r of W takes micro-steps r, r + W ..., over the ends of shards and epochs; their position is one."""
-    paths, ranks = shards_of(tmp_path, (7, 3, 6)), 3
-    one = DataLoader(paths, 200, 2, 4, shuffle)
-    loaders = [DataLoader(paths, 200, 2, 4, shuffle, rank=rank, ranks=ranks) for rank in range(ranks)]
-    for _ in range(12):
-        assert firsts(one, ranks) == [firsts(loader, 1)[0] for loader in loaders]
-        assert len({str(loader.position) for loader in (one, *loaders)}) == 1
-
-
 def test_the_position_is_that_of_the_last_batch_taken(tmp_path, seed=7):
     """Each position of two epochs, through a state file, whose bytes are llm.c's, leads to the next batch."""
     counts = (5, 3, 4)
@@ -241,10 +230,7 @@ def test_many_shards_take_two_descriptors(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 3, hard))
     try:
-        for shuffle in (True, False):
-            batches = firsts(DataLoader(paths, 200 * 13, 2, 4, shuffle), 201)
-            assert sorted(batches[:200]) == list(range(0, 200 * 13, 13))
-        assert batches == [*range(0, 200 * 13, 13), 0], "in order, and again"
+        assert firsts(DataLoader(paths, 200 * 13, 2, 4), 201) == [*range(0, 200 * 13, 13), 0], "in order, and again"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

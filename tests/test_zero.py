@@ -47,7 +47,7 @@ def test_every_element_has_one_owner(table):
         shares = Shares(TABLES[table], ranks, 0.1)
         owners, indices, total, arrives = np.zeros(shares.size, np.int8), [], None, {}
         for rank in range(ranks):
-            chunks, ends, total = shares.chunks(rank)
+            chunks, _, total = shares.chunks(rank)
             local, found = np.full((2, shares.size), -1)
             for piece in shares.pieces(rank):
                 local[piece.begin : piece.begin + piece.size] = piece.local + np.arange(piece.size)
@@ -62,9 +62,6 @@ def test_every_element_has_one_owner(table):
             order, stops = np.argsort(places), places + np.tile(chunks["count"], ranks)
             assert (stops[order][:-1] <= places[order][1:]).all() and stops.max(initial=0) <= shares.received_size()
             assert shares.share_size(rank) <= shares.share_size(ranks - 1)
-            for of_group, begin, end in zip((lambda l: l == 0, lambda l: l is None, lambda l: l), [0, *ends], ends):
-                sizes = [piece.size for piece in shares.pieces(rank) if of_group(piece.segment.layer)]
-                assert sum(sizes) == chunks[begin:end]["count"].sum()
             indices += chunks["index"].tolist()
         assert (owners == 1).all() and sorted(indices) == list(range(total))
         if PARTS % ranks == 0:
@@ -178,6 +175,7 @@ def test_a_damaged_state_of_a_rank(tmp_path, damage):
 
 RUN = ("-b", 2, "-t", 8, "-d", 64, "-v", 2, "-m", 7, "-s", 3, "-g", 6, "--grad_clip", 1, "--lines", "llmc",
        "--graph", 0, "-o")
+EPOCHS = ("-b", 4, "-t", 64, "-d", 1024, "--shuffle", 1)  # the first one ends within an update
 MANY = ("-x", 100000, "-b", 2, "-t", 8, "-d", 64, "-v", 0, "-s", 0, "-n", 1, "-nk", 3, "--graph", 0, "-o", "run")
 
 
@@ -197,7 +195,7 @@ def results(directory):
 
 @pytest.mark.parametrize("sizes, first, second, flags", (
     ((1, 2), 1, 2, ("--dtype", "bfloat16", "--grad_clip", 1)),
-    ((1, 2, 4), 4, 2, ("--dtype", "float32", "--grad_clip", 0.5, "-c", 0.1)),
+    ((1, 2, 4), 4, 2, ("--dtype", "float32", "--grad_clip", 0.5, "-c", 0.1, *EPOCHS)),
     ((1, 2), 2, 1, ("--dtype", "bfloat16", "--float32_grads", 1, "-w", 0))), ids=str)
 def test_the_same_bits_on_any_number_of_gpus(workplace, start, sizes, first, second, flags):
     """All that is printed but the times, and all that is saved; also beyond another number's checkpoint."""
@@ -299,9 +297,8 @@ def test_a_timeline(workplace, start, fake_gpu, run_here, monkeypatch):
     """Of a step of two micro-batches: what runs on each stream, and a picture."""
     monkeypatch.setattr(timeline, "cp", fake_gpu.cp)
     for graph in (0, 1):
-        lines = run_here(timeline, "-b", 2, "-t", 8, "-d", 32, "--graph", graph).stdout.splitlines()
-        table = lines[lines.index(next(line for line in lines if line.split() == ["begin", "end", "ms"])) + 1 :]
-        names = [re.match(r"(\w+ \w+) +1\.000 +1\.000 +0\.000$", line)[1].strip() for line in table]
+        output = run_here(timeline, "-b", 2, "-t", 8, "-d", 32, "--graph", graph).stdout
+        names = re.findall(r"^(\w+ \w+) +1\.000 +1\.000 +0\.000$", output, re.MULTILINE)
         assert sorted(names) == sorted(["forward 0", "forward 1", "backward 0", "backward 1", "add 0", "adamw all"])
         assert (workplace / "timeline.png").stat().st_size > 5000
 
