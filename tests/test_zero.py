@@ -20,14 +20,14 @@ import train_speedrun
 from conftest import SMALL_HEADS, Array, optimizer_of, random_params, remove_after
 from fake_gpus import end_ranks, fork_ranks, wait_for
 from llmc.checkpoint import Progress, owned_by_one, rank_path, read_optimizer_state, write_model, write_optimizer_state
-from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header
+from llmc.files import OPTIMIZER_MAGIC, make_header
 from llmc.errors import UserError
 from llmc.gpu.trainer import NOT_READY, Trainer
 from llmc.resume import checkpoint_paths, find_checkpoint, newest_checkpoint
 from llmc.shuffle import Position
 from llmc.tensors import Row, allocate, flat
 from llmc.gpu.several.zero import Nccl, matrix_parts
-from llmc.gpu.shares import UPDATE_CHUNK, OwnedShare, PARTS, Shares
+from llmc.gpu.shares import UPDATE_CHUNK, OwnedShare, Shares
 from train_gpt2 import Config
 from train_speedrun_cuda import Muon
 
@@ -42,7 +42,6 @@ TABLES = {
 def test_every_element_has_one_owner(table):
     """And is in one chunk of its owner's, with a place in the share's buffers, and one for each rank's gradient among
     those that arrive, on all ranks from the same place on."""
-    alone, fields = Shares(TABLES[table], 1, 0.1), ["flat", "count", "index", "decay", "at_random"]
     for ranks in (1, 2, 3, 4, 5, 7, 8, 11, 16):
         shares = Shares(TABLES[table], ranks, 0.1)
         owners, indices, total, arrives = np.zeros(shares.size, np.int8), [], None, {}
@@ -64,9 +63,6 @@ def test_every_element_has_one_owner(table):
             assert shares.share_size(rank) <= shares.share_size(ranks - 1)
             indices += chunks["index"].tolist()
         assert (owners == 1).all() and sorted(indices) == list(range(total))
-        if PARTS % ranks == 0:
-            same = np.sort(np.concatenate([shares.chunks(rank)[0] for rank in range(ranks)]), order="flat")
-            assert same[fields].tolist() == np.sort(alone.chunks(0)[0], order="flat")[fields].tolist()
 
 
 def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
@@ -146,9 +142,9 @@ def test_llm_c_s_ranks_without_zero_have_all(tmp_path, ranks, exact):
     assert all(np.array_equal(flat(got), flat(part)) for got, part in zip(read, parts))
 
 
-@pytest.mark.parametrize("damage", ("missing", "short", "of another step", "of another rank", "of another model"))
+@pytest.mark.parametrize("damage", ("missing", "short", 10, 3, 44))  # or a slot of the header: step, rank, model
 def test_a_damaged_state_of_a_rank(tmp_path, damage):
-    """Nothing is filled; where it is missing, the checkpoint before is taken."""
+    """Nothing is filled."""
     settings = SimpleNamespace(output_dir=str(tmp_path), resume=1, steps=0)
     for step in (1, 2):
         model, state, marker = checkpoint_paths(str(tmp_path), step)
@@ -156,20 +152,14 @@ def test_a_damaged_state_of_a_rank(tmp_path, damage):
         for path in (model, marker, f"{model}.tmp", f"{rank_path(state, 1)}.tmp"):
             Path(path).touch()
     bad, owned = Path(rank_path(state, 2)), empty_share(Shares(TABLES["small"], 1))
-    good = bad.read_bytes()
+    assert find_checkpoint(settings) == 2 and not list(tmp_path.glob("*.tmp")), "what a killed run left while it saved"
     if damage == "missing":
         bad.unlink()
-        find_checkpoint(settings)
-        assert not list(tmp_path.glob("*.tmp")), "what a killed run left while it saved"
+    elif damage == "short":
+        os.truncate(bad, bad.stat().st_size - 1)
     else:
-        header = np.frombuffer(good[:HEADER_BYTES], "<i4").copy()
-        slots = {"of another step": 10, "of another rank": 3, "of another model": 44}
-        header[slots.get(damage, 0)] += damage != "short"
-        bad.write_bytes(header.tobytes() + good[HEADER_BYTES : len(good) - (damage == "short")])
-        assert find_checkpoint(settings) == 2
-    with pytest.raises(UserError, match=bad.name):
-        find_checkpoint(settings)
-        read_optimizer_state(state, owned)
+        np.memmap(bad, "<i4", "r+", shape=256)[damage] += 1
+    pytest.raises(UserError, read_optimizer_state, state, owned).match(bad.name)
     assert not owned.state["m"].any()
 
 
