@@ -217,23 +217,21 @@ def test_shards_are_the_same_tokens(tmp_path, run_here, monkeypatch):
     """--shard_tokens splits the training tokens into shards of one size; one of an earlier run is no part of them."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("".join(f"{i} lines, and\n" for i in range(7000))[:100000])
-    command = prepro_text, "text", "--vocabulary", "bytes", "--output", "x", "--format", "uint16"
+    command = prepro_text, "text", "--vocabulary", "bytes", "--format", "uint16", "--output"
 
-    def tokens(*flags):
-        run_here(*command, *flags)
-        return [[open_tokens(str(path), 257).tolist() for path in sorted(tmp_path.glob(f"x_{split}*.bin"))]
+    def tokens(output, *flags):
+        run_here(*command, output, *flags)
+        return [[open_tokens(str(path), 257).tolist() for path in sorted(tmp_path.glob(f"{output}_{split}*.bin"))]
                 for split in ("train", "val")]
 
-    (train,), val = tokens()
-    for path in tmp_path.glob("x_*"):
-        path.unlink()
-    shards, val_again = tokens("--shard_tokens", 30000)
+    (train,), val = tokens("one")
+    shards, val_again = tokens("x", "--shard_tokens", 30000)
     assert sum(shards, []) == train and val_again == val
     assert [len(shard) for shard in shards] == [22501, 22500, 22500, 22500]
     assert sorted(path.name for path in tmp_path.glob("x_*")) == [
         "x_tokenizer.bin", *(f"x_train_{number:06d}.bin" for number in range(4)), "x_val_000000.bin"]
-    run_here(*command, "--shard_tokens", 50000, fails=("x_train_000002.bin", "2 shards", "remove it"))
-    assert tokens("--shard_tokens", 30000) == [shards, val]
+    run_here(*command, "x", "--shard_tokens", 50000, fails=("x_train_000002.bin", "2 shards", "remove it"))
+    assert tokens("x", "--shard_tokens", 30000) == [shards, val]
 
 
 @pytest.mark.parametrize("name, data, words, flags", (

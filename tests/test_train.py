@@ -104,8 +104,10 @@ def test_lines(workplace, run_here):
     assert len(ours) == 46 and np.allclose(ours, theirs, rtol=0, atol=0.51e-4)
 
 
-def test_fewer_lines_and_verbose_ones(workplace, train):
-    output = train("-x", 8, "-s", 0, "--print_every", 3, "-d", 32, "-v", 4, "--lines", "short", "--verbose")
+def test_fewer_lines_and_verbose_ones(workplace, train, run_here):
+    """A log has all steps, and losses alone. What else it has cannot be plotted."""
+    flags = ("-x", 8, "-s", 0, "--print_every", 3, "-d", 32, "-v", 4, "--lines", "short", "--verbose")
+    output, log = train(*flags, "-o", "run.log"), Path("run.log")
     assert "8 steps of 32 tokens: 0.06 epochs" in output
     assert re.findall(r"^step (\d)/8 \| (train|val)", output, re.MULTILINE) == [
         ("0", "val"), ("1", "train"), ("3", "train"), ("4", "val"), ("6", "train"), ("8", "train"), ("8", "val")]
@@ -113,6 +115,10 @@ def test_fewer_lines_and_verbose_ones(workplace, train):
         assert re.search(rf"^\| {field.name} +\| ", output, re.MULTILINE), field.name
     assert re.findall(r"^allocated \d+ MiB for (.*)$", output, re.MULTILINE) == [
         "parameters", "gradients", "AdamW's m", "AdamW's v", "activations", "gradients of activations"]
+    events = [f"s:{i} {what}:L" for i in range(9) for what in ("tel", "trl") if (i % 4 == 0, i < 8)[what == "trl"]]
+    assert re.sub(r"\d+\.\d{4}", "L", log.read_text()).splitlines() == events
+    log.write_text(log.read_text() + "hello\n")
+    run_here(plot_log, log, fails=("run.log:12", "hello"))
 
 
 @pytest.mark.parametrize("flags, steps, warmup", (((), 70, 7), (("-u", 9), 70, 9), (("-x", 3), 3, 0)))
@@ -199,15 +205,6 @@ def test_samples_and_validation(workplace, train):
     assert "generating:" in train("-t", 1, "-g", 4, "-x", 1, "-s", 1, "-v", 0), "not one that moves by 0"
 
 
-def test_logs(workplace, train, run_here):
-    """A file has losses alone. What else it has cannot be plotted."""
-    train("-x", 3, "-v", 2, "-m", 1, "-s", 0, "-o", "run.log")
-    text = Path("run.log").read_text()
-    assert re.sub(r"\d+\.\d{4}", "L", text) == "s:0 tel:L\ns:0 trl:L\ns:1 trl:L\ns:2 tel:L\ns:2 trl:L\n"
-    Path("run.log").write_text(text + "hello\n")
-    run_here(plot_log, "run.log", fails=("run.log:6", "hello"))
-
-
 def test_logs_of_several_runs_in_a_directory(workplace, train):
     """A resumed run drops lines of its own alone; a new run's files leave those of another, and notes, alone."""
     flags, log, notes = ("-x", 4, "-v", 0, "-s", 0, "-o", "run"), Path("run/main.log"), b"my notes\r\n\xff and more\n"
@@ -292,7 +289,7 @@ def test_a_run_s_newest_model_and_vocabulary_are_for_others(workplace, train, ru
 @pytest.mark.parametrize("decay", ("matrices", "all"))
 @pytest.mark.parametrize("clip", (0.5, 1.3))
 def test_updates_are_pytorch_s(config, decay, clip):
-    """Loss, norm and weights, of three updates of two batches, in a warm-up, with weight decay; clip: of the norm."""
+    """Loss, norm and weights, of three updates of two batches, with weight decay; clip: of the norm."""
     params = random_params(config, ones=1.0)
     batches = np.random.default_rng(0).integers(0, config.V, (3, 2, 2, 2, 9))  # update, micro-step, inputs or targets
     reference = to_reference(config, params, dtype=torch.float64)
@@ -302,21 +299,19 @@ def test_updates_are_pytorch_s(config, decay, clip):
 
     loss_of(batches[0]).backward()
     norm = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), np.inf))
-    settings = Settings(B=2, T=9, total_batch_size=36, learning_rate=1e-2, warmup_steps=4, weight_decay=0.5,
+    settings = Settings(B=2, T=9, total_batch_size=36, learning_rate=3e-3, weight_decay=0.5,
                         decay=decay, beta2=0.95, eps=1e-3, grad_clip=clip * norm)
     model = make_model(2, 9, settings.micro_steps, config, params)
     loader = SimpleNamespace(next_batch=iter(batches.reshape(6, 2, 2, 9)).__next__)
     optimizer = torch.optim.AdamW([
         {"params": [p for p in reference.parameters() if (p.ndim > 1) == matrices],
          "weight_decay": 0.5 * (matrices or decay == "all")} for matrices in (True, False)],
-        betas=(0.9, 0.95), eps=1e-3)
+        lr=3e-3, betas=(0.9, 0.95), eps=1e-3)
     for step in range(3):
         update = train_gpt2.train_step(model, loader, settings, step)
         optimizer.zero_grad()
         (loss := loss_of(batches[step])).backward()
         norm = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), settings.grad_clip))
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 * (step + 1) / 4
         optimizer.step()
         assert (update.loss, update.norm) == pytest.approx((loss.item(), norm), rel=1e-4) and norm > 1.4
     expected = dict(reference.named_parameters())
