@@ -76,24 +76,20 @@ def test_the_tables_of_a_gpu(monkeypatch, tmp_path):
 @pytest.mark.parametrize("model", ("gpt2_124M.bin", "d2"))
 def test_pytorch_by_other_kernels_computes_the_same(workplace, run_here, model):
     """Its losses, on the CPU, over four updates: those of train_gpt2.py, whether the batch comes at once or a sequence
-    at a time; with accumulation, clipping, decay and a schedule."""
-    flags = ("-e", model, "-b", 3, "-t", 16, "-d", 96, "-x", 4, "-s", 0, "-l", 1e-3, "-u", 2, "-k", "cosine", "-c", 0.1,
+    at a time; with accumulation, clipping, decay and a schedule. A run that it starts has all settings, also -b 4, the
+    default of a file, but not of d2."""
+    flags = ("-e", model, "-b", 4, "-t", 16, "-d", 128, "-x", 4, "-l", 1e-3, "-u", 2, "-k", "cosine", "-c", 0.1,
              "--grad_clip", 0.5, "-o", "run")
-    run_here(train_gpt2, *flags, "-v", 0)
+    run_here(train_gpt2, *flags, "-v", 0, "-s", 0)
     settings = parse_settings(compare_losses.Comparison, "", [*map(str, flags), "--run", "run"])
+    ours = parse_settings(compare_losses.TRAINED, "", compare_losses.flags_of(settings))
+    changed = {name for name, value in vars(ours).items() if getattr(settings, name) != value}
+    assert changed - {"final_reports", "print_every", "given"} == {"val_every", "sample_every", "lines"}
+    assert ours.print_every == 1
     expected = compare_losses.run_ours(settings)
     for others in (False, True):
         losses = compare_losses.run_pytorch(settings, 4, "test", others=others)
         assert len(losses) == 4 and np.allclose(losses, expected, rtol=0, atol=1e-4)  # of which a log has four digits
-
-
-def test_our_run_has_all_settings():
-    """Also -b 4, the default elsewhere, but not of d4."""
-    settings = parse_settings(compare_losses.Comparison, "", ["-e", "d4", "-b", "4", "-x", "20"])
-    ours = parse_settings(compare_losses.TRAINED, "", compare_losses.flags_of(settings))
-    assert ours.print_every == 1
-    changed = {name for name, value in vars(ours).items() if getattr(settings, name) != value}
-    assert changed == {"val_every", "sample_every", "final_reports", "print_every", "lines", "given"}
 
 
 @pytest.mark.parametrize("program, flags", ((bench, ("gpu",)), (bench, ("attention",)), (bench, ("matmul",)),
