@@ -32,7 +32,6 @@ from train_gpt2 import Config
 from train_speedrun_cuda import Muon
 
 TABLES = {
-    "gpt2": train_gpt2.parameter_table(Config(maxT=64, V=1003, L=3, NH=3, C=96, Vp=1024)),
     "small": train_gpt2.parameter_table(SMALL_HEADS),
     "odd": {"a": Row((7,)), "b": Row((3, 5, 11), stacked=True, decays=True), "c": Row((3, 1), stacked=True)},
 }
