@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 
+import compare_losses
 import llmc.gpu.lines
 import llmc.loop
 import llmc.progress
@@ -299,14 +300,11 @@ def test_updates_are_pytorch_s(config, decay, clip):
 
     loss_of(batches[0]).backward()
     norm = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), np.inf))
-    settings = Settings(B=2, T=9, total_batch_size=36, learning_rate=3e-3, weight_decay=0.5,
-                        decay=decay, beta2=0.95, eps=1e-3, grad_clip=clip * norm)
+    settings = Settings(B=2, T=9, total_batch_size=36, learning_rate=3e-3, weight_decay=0.5, decay=decay, beta2=0.95,
+                        eps=1e-3, grad_clip=clip * norm)
     model = make_model(2, 9, settings.micro_steps, config, params)
     loader = SimpleNamespace(next_batch=iter(batches.reshape(6, 2, 2, 9)).__next__)
-    optimizer = torch.optim.AdamW([
-        {"params": [p for p in reference.parameters() if (p.ndim > 1) == matrices],
-         "weight_decay": 0.5 * (matrices or decay == "all")} for matrices in (True, False)],
-        lr=3e-3, betas=(0.9, 0.95), eps=1e-3)
+    optimizer = compare_losses.make_optimizer(reference, settings, fused=False)
     for step in range(3):
         update = train_gpt2.train_step(model, loader, settings, step)
         optimizer.zero_grad()
