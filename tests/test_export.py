@@ -76,11 +76,9 @@ def test_import_of_shards(tmp_path, hf_folder):
     assert many[0] == one[0] and np.array_equal(flat(many[1]), flat(one[1]))
     first, _, *_ = sorted(tmp_path.glob("model-*"))
     first.unlink()
-    with pytest.raises(UserError, match=f"{first.name}: no such file"):
-        e.read_hf_folder(tmp_path)
+    pytest.raises(UserError, e.read_hf_folder, tmp_path).match(f"{first.name}: no such file")
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(UserError, match="index.json: not the index of a model's shards"):
-        e.read_hf_folder(tmp_path)
+    pytest.raises(UserError, e.read_hf_folder, tmp_path).match("index.json: not the index of a model's shards")
 
 
 def test_the_newest_model_of_a_run_and_its_end_of_text(tmp_path, run_here):
@@ -216,24 +214,17 @@ def test_random_model_files(tmp_path, export, run_here):
         run_here(e, "--model", path, "--output_dir", "out",
                  fails=(name, f"of version {found}", "would become version 3", "--output_dir"))
         assert path.read_bytes() == before
-    shutil.rmtree(tmp_path / "data")  # which random weights alone do not need
-    shutil.rmtree(tmp_path / "out")
-    assert "iteration" not in export("--debug_state", 0, "--num_iterations", 3).stdout
-    assert sorted(os.listdir(tmp_path / "out")) == names[:3]
 
 
 def test_files_for_llm_c_of_april_2024(tmp_path, export, vocabulary_here):
     """Its program reads version 1 of all, knows no bfloat16, and stops at another version of a tokenizer."""
-    export("--llmc", "april2024", "--vocabulary", "gpt2", "--num_iterations", 2, "--compile", 1)  # the last: harmless
+    export("--llmc", "april2024", "--vocabulary", "gpt2", "--num_iterations", 1, "--compile", 1)  # the last: harmless
     names = ["gpt2_d2.bin", "gpt2_d2_debug_state.bin", "gpt2_tokenizer.bin"]
     assert sorted(os.listdir(tmp_path / "out")) == names
     assert [int(np.fromfile(tmp_path / "out" / name, "<i4", 2)[1]) for name in names] == [1, 1, 1]
     found = hashlib.sha256((tmp_path / "out" / "gpt2_tokenizer.bin").read_bytes()).hexdigest()
     assert found == "72c44782644dccc955e1b775d0d7552a594bbb54bfc6141e31373324d486956d"
     assert read_tokenizer(tmp_path / "out" / "gpt2_tokenizer.bin").tokens == open_vocabulary("gpt2").tokens
-    config, params = read_model(tmp_path / "out" / "gpt2_d2.bin", GPT2)
-    assert config.V == 50257
-    assert len(read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, params).losses) == 2
 
 
 @pytest.mark.parametrize("flags", (
@@ -268,7 +259,6 @@ def test_faults(tmp_path, export, flags, words):
     ("wpe.weight has shape .* expected .* from config.json", {"n_positions": 41}),
     ("h.1.attn.c_proj.bias is missing", {"transformer.h.1.attn.c_proj.bias": None}),
     ("ln_f.bias is of I64", {"transformer.ln_f.bias": torch.zeros(48, dtype=torch.int64)}),
-    ("ln_f.bias is of F8_E4M3", {"transformer.ln_f.bias": torch.zeros(48).to(torch.float8_e4m3fn)}),
     ("tensor ln_f.scale and 1 more would", {"transformer.ln_f.scale": torch.zeros(1), "score": torch.ones(1)}),
     ("config.json: not the configuration", lambda folder: (folder / "config.json").write_text("[" * 9999)),
     ("config.json: cannot be read .it is a pipe", lambda folder: ((folder / "config.json").unlink(),
@@ -287,9 +277,8 @@ def test_hugging_face_folder_faults(tmp_path, hf_folder, words, damage):
         safetensors.torch.save_file(tensors, weights, metadata={"format": "pt"})
     else:
         config.write_text(json.dumps({**json.loads(config.read_text()), **damage}))
-    with pytest.raises(UserError, match=words) as error:
-        e.read_hf_folder(tmp_path)
-    assert "\n" not in str(error.value)
+    error = pytest.raises(UserError, e.read_hf_folder, tmp_path)
+    assert error.match(words) and "\n" not in str(error.value)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -339,16 +328,22 @@ def folder(tmp_path, monkeypatch):
     return write
 
 
-def test_added_tokens_stand_for_themselves(folder):
+def test_added_tokens_stand_for_themselves(folder, run_here):
+    """One that is longer than a tokenizer file holds is refused before a file is written."""
     made, text = byte_level(), "a    b naïve café <tool>"
     made.add_tokens([tokenizers.AddedToken(word, normalized=False) for word in ("    ", "naïve café", "<tool>")])
     found = open_vocabulary(folder(made))
     assert found.encode(text) == made.encode(text).ids and found.decode(found.encode(text)) == text
     assert found.eot == 1 and found.tokens[-3:] == [b"    ", "naïve café".encode(), b"<tool>"]
+    made.add_tokens(["=" * 300])
+    Path("x.txt").write_text(TEXT)
+    run_here(prepro_text, "x.txt", "--vocabulary", folder(made), "--output", "x", fails=("token 293 has 300 bytes",))
+    assert sorted(os.listdir()) == ["hf", "x.txt"]
 
 
 @pytest.mark.parametrize("make", (byte_level, sentence_piece))
-def test_a_long_text_has_the_ids_of_the_whole(folder, monkeypatch, make):
+def test_a_long_text_has_the_ids_of_the_whole(folder, run_here, monkeypatch, make):
+    """A document of it, too, which prepro_text.py does not cut."""
     made, text = make(), (TEXT * 20).replace("noon", "noon" * 50) + "x" * 30 + 9 * "🙂"
     monkeypatch.setattr(Folder, "WINDOW", 500)
     monkeypatch.setattr(Folder, "MARGIN", 80)
@@ -357,16 +352,11 @@ def test_a_long_text_has_the_ids_of_the_whole(folder, monkeypatch, make):
     assert found.decode(found.encode(text)) == made.decode(made.encode(text).ids) == text
     same = "y" * 3000  # windows that agree nowhere
     assert found.encode(same, begin=False) == made.encode(same).ids
-
-
-def test_a_document_of_a_folder_s_vocabulary_is_not_cut(folder, run_here, monkeypatch):
-    made = sentence_piece()
-    Path("x.txt").write_text(TEXT * 3)
+    Path("x.txt").write_text(text)
     monkeypatch.setattr(prepro_text, "PIECE", 1000)
-    folder(made, {"config.json": {"eos_token_id": 2}})
     run_here(prepro_text, "x.txt", "--vocabulary", "hf", "--output", "x", "--processes", 1)
     ids = np.concatenate([open_tokens(f"x_{split}.bin", 500) for split in ("train", "val")]).tolist()
-    assert ids == [2, *made.encode(TEXT * 3).ids]
+    assert ids == [1, *made.encode(text).ids]
 
 
 def test_a_padded_model(folder, run_here):
@@ -383,8 +373,7 @@ def test_a_padded_model(folder, run_here):
     run_here(e, "--to_hf", "model.bin", "again")
     assert json.loads(Path("again/config.json").read_text())["vocab_size"] == 290
     folder(byte_level(), rows=302)
-    with pytest.raises(UserError, match="290 tokens, but the model has V=302"):
-        load_vocabulary("model.bin", 302)
+    pytest.raises(UserError, load_vocabulary, "model.bin", 302).match("290 tokens, but the model has V=302")
 
 
 @pytest.mark.parametrize("files, words", (
@@ -392,14 +381,4 @@ def test_a_padded_model(folder, run_here):
     ({"config.json": {"eos_token_id": [[1]]}}, "expected a token's id"), ({"config.json": "{}"}, "which token ends"),
     ({"config.json": "[" * 9999}, "is not JSON"), ({"generation_config.json": "nul"}, "generation_config.json: is")))
 def test_files_that_are_refused(folder, files, words):
-    with pytest.raises(UserError, match=words):
-        open_vocabulary(folder(byte_level(), files))
-
-
-def test_tokens_longer_than_a_tokenizer_file_holds(folder, run_here):
-    """It is said before a file is written."""
-    made = byte_level()
-    made.add_tokens(["=" * 300])
-    Path("x.txt").write_text(TEXT)
-    run_here(prepro_text, "x.txt", "--vocabulary", folder(made), "--output", "x", fails=("token 290 has 300 bytes",))
-    assert sorted(os.listdir()) == ["hf", "x.txt"]
+    pytest.raises(UserError, open_vocabulary, folder(byte_level(), files)).match(words)

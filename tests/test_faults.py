@@ -1,11 +1,12 @@
 """What bad input gets: one line that names the file or flag, exit status 1, nothing half-written and nothing lost."""
 
-import itertools
 import os
+import shlex
 import subprocess
 import sys
 import zlib
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from conftest import ROOT, SMALL, assert_one_line_error, make_state, optimizer_o
 from llmc.checkpoint import owned_by_one, Progress, read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
-from llmc.files import HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC
+from llmc.files import MODEL_MAGIC, OPTIMIZER_MAGIC
 from llmc.resume import checkpoint_paths, complete_checkpoints, save_checkpoint
 from llmc.shuffle import Position
 from llmc.tensors import flat
@@ -35,10 +36,8 @@ def train(run_here):
 
 def patch_header(path, **fields):
     """Overwrite header ints: patch_header(path, h4=0) sets slot 4."""
-    data = bytearray(Path(path).read_bytes())
     for slot, value in fields.items():
-        data[4 * int(slot[1:]) : 4 * int(slot[1:]) + 4] = np.int32(value).tobytes()
-    Path(path).write_bytes(data)
+        np.memmap(path, "<i4", "r+", 4 * int(slot[1:]), shape=1)[0] = value
 
 
 FILES = {  # name: what makes it
@@ -81,13 +80,11 @@ def test_files_of_another_size_and_weights_that_are_not_finite(workplace, state_
         data = path.read_bytes()
         for size in (1, 3, 1023, 1024, len(data) // 2, len(data) - 1, len(data) + 1):
             path.write_bytes((data + b"x")[:size])
-            with pytest.raises(UserError, match=f"{path.name}: {size} bytes, expected"):
-                read()
+            pytest.raises(UserError, read).match(f"{path.name}: {size} bytes, expected")
     for bits in (0x7FC00000, 0x7F800000):  # NaN, infinity
         write_model(model_path, SMALL, random_params(SMALL))
         patch_header(model_path, h300=bits)
-        with pytest.raises(UserError, match=f"{model_path}: tensor wte holds NaN or infinite"):
-            read_model(model_path, GPT2)
+        pytest.raises(UserError, read_model, model_path, GPT2).match(f"{model_path}: tensor wte holds NaN or infinite")
 
 
 @pytest.mark.parametrize("slot, name", enumerate(("version", "maxT", "V", "L", "NH", "C", "Vp"), 1))
@@ -99,35 +96,30 @@ def test_model_header_fields(workplace, monkeypatch, slot, name):
                   7: [(256, "Vp=256 is smaller than V=257")]}
     for value, words in ((0, name), (-1, name), (2**31 - 1, "expected|divisible|smaller"), *impossible.get(slot, ())):
         patch_header(path, **{f"h{slot}": value})
-        with pytest.raises(UserError, match=words) as error:
-            read_model(path, GPT2)
-        assert str(path) in str(error.value) and "\n" not in str(error.value)
+        error = pytest.raises(UserError, read_model, path, GPT2)
+        assert error.match(words) and str(path) in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("slot, value, words", (
     (1, 3, "version 3"), (2, 0, "B=0"), (3, 33, "T=33"), (2, 2**31 - 1, "expected"), (8, 9, "trailer"),
     (9, -1, "trailer"), (256, SMALL.V, "token id 257"), (266, SMALL.V, "token id 257")))  # x[0, 0], y[0, 0]
 def test_debug_state_header_and_tokens(state_path, slot, value, words):
-    with pytest.raises(UserError, match="another model"):
-        read_debug_state(state_path, SMALL, random_params(SMALL, seed=1))
+    pytest.raises(UserError, read_debug_state, state_path, SMALL, random_params(SMALL, 1)).match("another model")
     patch_header(state_path, **{f"h{slot}": value})
-    with pytest.raises(UserError, match=words):
-        read_debug_state(state_path, SMALL, random_params(SMALL))
+    pytest.raises(UserError, read_debug_state, state_path, SMALL, random_params(SMALL)).match(words)
 
 
 def test_tokenizer_faults(workplace):
     path = workplace / "gpt2_tokenizer.bin"
     good = path.read_bytes()
     for words, data, header in (("1000 bytes, expected a tokenizer with a 1024-byte header", good[:1000], {}),
-            ("vocabulary of 257", good[:1024], {}), ("of 257", good[:1300], {}), ("of 257 tokens", good[:-1], {}),
-            ("is damaged", good[:1024] + b"\x00" + good[1025:], {}),
-            ("of 257 tokens", good + b"x", {}), ("version 3", good, dict(h1=3)), ("vocabulary of 0", good, dict(h2=0)),
-            ("vocabulary of -1", good, dict(h2=-1)), ("vocabulary of 2147483647", good, dict(h2=2**31 - 1)),
-            ("end of text 257", good, dict(h3=257))):
+            ("vocabulary of 257", good[:1024], {}), ("is damaged", good[:1024] + b"\x00" + good[1025:], {}),
+            ("of 257 tokens", good[:-1], {}), ("of 257 tokens", good + b"x", {}), ("version 3", good, dict(h1=3)),
+            ("vocabulary of 0", good, dict(h2=0)), ("vocabulary of -1", good, dict(h2=-1)),
+            ("vocabulary of 2147483647", good, dict(h2=2**31 - 1)), ("end of text 257", good, dict(h3=257))):
         path.write_bytes(data)
         patch_header(path, **header)
-        with pytest.raises(UserError, match=words):
-            read_tokenizer(path)
+        pytest.raises(UserError, read_tokenizer, path).match(words)
 
 
 def test_the_data_s_vocabulary_is_not_the_model_s(workplace, train):
@@ -140,72 +132,47 @@ def test_the_data_s_vocabulary_is_not_the_model_s(workplace, train):
 
 
 def test_token_file_faults(workplace, train):
-    path, tokens = workplace / "data/tiny_shakespeare_train.bin", np.arange(40)
-
-    def fails(*words):
-        assert_one_line_error(train(), "tiny_shakespeare_train.bin", *words)
-
-    path.write_bytes(tokens.astype("<i4").tobytes() + b"xx")
-    fails("162 bytes", "whole number")
-    write_tokens(path, [tokens[:16]], 16)
-    fails("16 tokens", "17")
-    write_tokens(path, [[*tokens, 257]], 41)
-    fails("token id 257", "256")
-    write_tokens(path, [[*tokens, -3]], 41)
-    fails("token id -3")
-    write_tokens(path, [tokens], 40, "uint16")
-    os.truncate(path, path.stat().st_size - 1)
-    fails("1103 bytes", "expected 1104")
-    patch_header(path, h1=2)
-    fails("version 2")
-    patch_header(path, h1=1, h2=-5)
-    fails("4294967291 uint16 tokens", "cut short")
+    path, tokens = workplace / "data/tiny_shakespeare_train.bin", range(40)
+    for words, ids, size, header in (  # of uint16 tokens, with a header, is the file of 1104 bytes
+            (("162 bytes", "whole number"), tokens, 162, {}), (("16 tokens", "17"), range(16), 64, {}),
+            (("token id 257", "256"), [*tokens, 257], 164, {}), (["token id -3"], [*tokens, -3], 164, {}),
+            (("1103 bytes", "expected 1104"), tokens, 1103, {}), (["version 2"], tokens, 1103, {"h1": 2}),
+            (("4294967291 uint16 tokens", "cut short"), tokens, 1103, {"h2": -5})):
+        write_tokens(path, [np.array(ids)], len(ids), "uint16" if size == 1103 else "int32")
+        os.truncate(path, size)
+        patch_header(path, **header)
+        assert_one_line_error(train(), path.name, *words)
 
 
 @pytest.mark.parametrize("flags, words", (
-    (("-b", 0), ("-b/--batch_size 0", "at least 1")), (("-t", 33), ("-t/--sequence_length 33", "32")),
-    (("-g", 0), ("-g/--sample_tokens 0", "at least 1")), (("-x", -5), ("-x/--steps -5", "at least 0")),
-    (("-m", 0), ("-m/--val_batches 0",)), (("-l", "nan"), ("-l/--learning_rate nan",)),
-    (("--eps", 1e-46), ("--eps 1e-46", "expected")), (("--eps", 1e39), ("--eps 1e+39", "expected")),
-    (("-e", ""), ("-e/--model", "empty")), (("-i", "a\nb"), ("a\\nb_train.bin",)),
-    (("-g", 10**20), ("-g/--sample_tokens", "2^31")), (("--beta1", 1), ("--beta1 1", "expected 0 <= beta1 < 1")),
-    (("-q", 2), ("-q/--final_fraction 2",)), (("--grad_clip", -1), ("--grad_clip -1", "at least 0")),
-    (("-d", 17), ("-d/--total_batch_size 17", "multiple of B*T = 16")), (("-n", 5), ("-n", "-o DIR")),
-    (("-y", 1, "-o", "run.log"), ("-y", "run.log is a log file")), (("-b", 10**6), ("tokens", "-b or -t")),
-    (("-i", "nothing_*.bin", "-j", "x.bin"), ("nothing_*.bin", "no file matches")),
-    (("-i", "shards.bin", "-v", 1), ("shards.bin", "-j")),
-    (("-o", "run", "-e", "none.bin"), ("none.bin", "the directory of a run")),
-    (("--tokenizer", "none.bin"), ("none.bin: no such file",)),
-    (("-i", __file__), (f"python prepro_text.py {__file__} --output data/mine, then -i data/mine",)),
-    (("-i", "data/foo"), ("data/foo_train.bin: no such file", "prepro_text.py FILE --output data/foo")),
-    (("-x", 1, "-l", 1e30, "-v", 1, "--final_reports", 1), ("step 1: the validation loss is nan",)),
-    (("-x", 50, "-l", 1e30), ("the loss is nan", "-l")),
-    (("-o", "gpt2_tokenizer.bin/run"), ("gpt2_tokenizer.bin/run: cannot be made a directory",)),
-    (("-o", "gpt2_tokenizer.bin"), ("gpt2_tokenizer.bin: cannot be made a directory",)),
-    (("-o", "/proc/run.log"), ("/proc/run.log: cannot be written",))))
+    ("-b 0", "-b/--batch_size 0.*at least 1"), ("-t 33", "-t/--sequence_length 33.*32"), ("-m 0", "-m/--val_batches 0"),
+    ("-g 0", "-g/--sample_tokens 0.*at least 1"), ("-x -5", "-x/--steps -5.*at least 0"), ("-n 5", "-n.*-o DIR"),
+    ("-l nan", "-l/--learning_rate nan"), ("--eps 1e-46", "--eps 1e-46.*expected"), ("-q 2", "-q/--final_fraction 2"),
+    ("--eps 1e39", "--eps 1e+39.*expected"), ("-e ''", "-e/--model.*empty"), ("-i 'a\nb'", "a\\nb_train.bin"),
+    ("-g 100000000000000000000", "-g/--sample_tokens.*2^31"), ("--beta1 1", "--beta1 1.*expected 0 <= beta1 < 1"),
+    ("--grad_clip -1", "--grad_clip -1.*at least 0"), ("-d 17", "-d/--total_batch_size 17.*multiple of B*T = 16"),
+    ("-y 1 -o run.log", "-y.*run.log is a log file"), ("-b 1000000", "tokens.*-b or -t"),
+    ("-i nothing_*.bin -j x.bin", "nothing_*.bin.*no file matches"), ("-i shards.bin -v 1", "shards.bin.*-j"),
+    ("-o run -e none.bin", "none.bin.*the directory of a run"), ("--tokenizer none.bin", "none.bin: no such file"),
+    (f"-i {__file__}", f"python prepro_text.py {__file__} --output data/mine, then -i data/mine"),
+    ("-i data/foo", "data/foo_train.bin: no such file.*prepro_text.py FILE --output data/foo"),
+    ("-x 1 -l 1e30 -v 1 --final_reports 1", "step 1: the validation loss is nan"), ("-x 50 -l 1e30", "loss is nan.*-l"),
+    ("-o gpt2_tokenizer.bin/run", "gpt2_tokenizer.bin/run: cannot be made a directory"),
+    ("-o gpt2_tokenizer.bin", "gpt2_tokenizer.bin: cannot be made a directory"),
+    ("-o /proc/run.log", "/proc/run.log: cannot be written")))
 def test_flags(workplace, flags, words, train):
     """Nothing is written, nor written over."""
     Path("data/x_train_0.bin").touch()
-    assert_one_line_error(train(*flags), *words)
+    assert_one_line_error(train(*shlex.split(flags)), *words.split(".*"))
     assert not list(workplace.glob("run/*")) and read_tokenizer("gpt2_tokenizer.bin")
 
 
 @pytest.mark.parametrize("flags, says", (
-    (("--lr", 1e-3), "unrecognized arguments: --lr 0.001; --help lists all flags"),
-    (("-x", "y"), "-x/--steps: invalid int value: 'y';"),
-    (("-i", "a_train_0.bin", "a_train_1.bin"), "arguments: a_train_1.bin; --help lists all flags, and a glob needs")))
+    ("--lr 0.001", "unrecognized arguments: --lr 0.001; --help lists all flags"), ("-x y", "-x/--steps: invalid int"),
+    ("-i a_train_0.bin a_train_1.bin", "arguments: a_train_1.bin; --help lists all flags, and a glob needs quotes")))
 def test_flags_that_are_none(workplace, train, flags, says):
-    done = train(*flags)
+    done = train(*flags.split())
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and says in done.stderr
-
-
-def test_a_checkpoint_that_cannot_be_written(workplace, train):
-    """The one before stays whole, nothing half-written is left."""
-    train("-x", 2, "-o", "run", check=True)
-    before = {path: path.read_bytes() for path in Path("run").glob("*_00000002*")}
-    os.mkdir("run/state_00000004_00000.bin.tmp")
-    assert_one_line_error(train("-x", 4, "-o", "run", "-y", 1), "run/state_00000004_00000.bin: cannot be written")
-    assert {path: path.read_bytes() for path in Path("run").glob("*_0*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize("value", (np.nan, np.inf))
@@ -225,9 +192,8 @@ def test_weights_or_moments_that_became_nan_are_not_saved(tmp_path, which, words
     params, m, v = tensors = [random_params(SMALL) for _ in range(3)]
     flat(v)[:] **= 2
     tensors[which].qkvb[0, 0] = np.nan
-    with pytest.raises(UserError, match=f"after 3 steps: {words}"):
-        save_checkpoint(str(tmp_path), SMALL, params, owned_by_one(optimizer_of(m, v)),
-                        Progress(3, 1, Position(), (1, 1, 0)))
+    state = owned_by_one(optimizer_of(m, v)), Progress(3, 1, Position(), (1, 1, 0))
+    pytest.raises(UserError, save_checkpoint, tmp_path, SMALL, params, *state).match(f"after 3 steps: {words}")
     assert not list(tmp_path.iterdir())
 
 
@@ -275,19 +241,12 @@ def test_old_checkpoints_are_deleted(workplace, train, flags, kept):
 
 
 @pytest.mark.parametrize("call", range(3))
-def test_a_run_killed_while_it_deletes_a_checkpoint(workplace, train, monkeypatch, call):
+def test_a_run_killed_while_it_deletes_a_checkpoint(workplace, train, at_call, call):
     """leaves no marker without a model; the next one deletes the rest."""
-    flags, unlink, calls = ("-n", 1, "-nk", 1, "-o", "run"), os.unlink, itertools.count()
-
-    def killed(path):
-        if next(calls) == call:
-            raise KeyboardInterrupt
-        unlink(path)
-
-    monkeypatch.setattr(os, "unlink", killed)
+    flags = ("-n", 1, "-nk", 1, "-o", "run")
+    at_call(os, "unlink", call, Mock(side_effect=KeyboardInterrupt))
     assert train("-x", 2, *flags).returncode == 130
     assert all(Path(path).exists() for step in complete_checkpoints("run") for path in checkpoint_paths("run", step))
-    monkeypatch.setattr(os, "unlink", unlink)
     train("-x", 3, *flags, "-y", 1, check=True)
     assert {path.name for path in Path("run").glob("*_0*")} == set(checkpoint_paths("", 3))
 
@@ -311,11 +270,9 @@ def test_damaged_checkpoints_and_logs(workplace, train):
     fails(state, "--spread 1", "expected", "--spread 0", h42=1)
     fails(state, "step 5", h10=5)
     fails("batch 9999", h32=9999)
-    for place, value, words in ((0, np.nan, "the optimizer's m: tensor wte"), (0, -np.inf, "the optimizer's m"),
-                                (1, np.inf, "the optimizer's v: tensor wte")):
-        moments = np.frombuffer(good, "<f4", offset=HEADER_BYTES).copy()
-        moments[place * (moments.size // 2)] = value
-        fails(state, words, f"remove {marker}", data=good[:HEADER_BYTES] + moments.tobytes())
+    fails(state, "the optimizer's m: tensor wte", f"remove {marker}", h256=0x7FC00000)  # NaN, first in m
+    infinity_in_v = {f"h{256 + (len(good) - 1024) // 8}": 0x7F800000}
+    fails(state, "the optimizer's v: tensor wte", f"remove {marker}", **infinity_in_v)
     for name in ("main.csv", "main.log"):
         Path("run", name).rename(name)
         Path("run", name).write_text("notes\n")

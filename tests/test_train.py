@@ -6,7 +6,6 @@ import contextlib
 import csv
 import dataclasses
 import fcntl
-import itertools
 import json
 import math
 import os
@@ -25,13 +24,14 @@ import numpy as np
 import pytest
 import torch
 
+import compare_losses
 import llmc.gpu.lines
 import llmc.loop
 import llmc.progress
 import plot_log
 import train_gpt2
 import train_gpt2_cuda
-from conftest import GPT2_124M, ROOT, SMALL, SMALL_LLAMA, draw_slowly, make_model, random_params, remove_after
+from conftest import ROOT, SMALL, SMALL_LLAMA, draw_slowly, make_model, random_params, remove_after
 from llmc.checkpoint import write_model
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.huggingface import halves
@@ -91,9 +91,6 @@ def test_lines(workplace, run_here):
     printed = re.sub(r"\d\.\d{4}\b|(?<=norm )\d\.\d\d", "X", untimed(text))
     printed = re.sub(r"^(\d+ ){15}$", "IDS", printed, flags=re.MULTILINE)
     assert printed.splitlines()[7:] == expected
-    for number, unit, rate in re.findall(r"(\d+\.\d\d) (m?s) \| (\d+) tok/s", text):
-        seconds = float(number) / (1000 if unit == "ms" else 1)
-        assert int(rate) == pytest.approx(256 / seconds, rel=0.06)  # which is rounded
     theirs = run_here(train_gpt2, "--lines", "llmc").stdout
     expected = [
         "[GPT-2]", "max_seq_len: 64", "vocab_size: 257", "num_layers: 2", "num_heads: 3", "channels: 24",
@@ -108,8 +105,10 @@ def test_lines(workplace, run_here):
     assert len(ours) == 46 and np.allclose(ours, theirs, rtol=0, atol=0.51e-4)
 
 
-def test_fewer_lines_and_verbose_ones(workplace, train):
-    output = train("-x", 8, "-s", 0, "--print_every", 3, "-d", 32, "-v", 4, "--lines", "short", "--verbose")
+def test_fewer_lines_and_verbose_ones(workplace, train, run_here):
+    """A log has all steps, and losses alone. What else it has cannot be plotted."""
+    flags = ("-x", 8, "-s", 0, "--print_every", 3, "-d", 32, "-v", 4, "--lines", "short", "--verbose")
+    output, log = train(*flags, "-o", "run.log"), Path("run.log")
     assert "8 steps of 32 tokens: 0.06 epochs" in output
     assert re.findall(r"^step (\d)/8 \| (train|val)", output, re.MULTILINE) == [
         ("0", "val"), ("1", "train"), ("3", "train"), ("4", "val"), ("6", "train"), ("8", "train"), ("8", "val")]
@@ -117,6 +116,10 @@ def test_fewer_lines_and_verbose_ones(workplace, train):
         assert re.search(rf"^\| {field.name} +\| ", output, re.MULTILINE), field.name
     assert re.findall(r"^allocated \d+ MiB for (.*)$", output, re.MULTILINE) == [
         "parameters", "gradients", "AdamW's m", "AdamW's v", "activations", "gradients of activations"]
+    events = [f"s:{i} {what}:L" for i in range(9) for what in ("tel", "trl") if (i % 4 == 0, i < 8)[what == "trl"]]
+    assert re.sub(r"\d+\.\d{4}", "L", log.read_text()).splitlines() == events
+    log.write_text(log.read_text() + "hello\n")
+    run_here(plot_log, log, fails=("run.log:12", "hello"))
 
 
 @pytest.mark.parametrize("flags, steps, warmup", (((), 70, 7), (("-u", 9), 70, 9), (("-x", 3), 3, 0)))
@@ -181,12 +184,10 @@ def test_a_terminal_shows_a_bar_below_the_lines(workplace, train, monkeypatch):
 
 
 def test_durations_and_utilization():
-    """llm.c's formula; peaks of dense matmuls, by the names that CUDA gives, of whole GPUs."""
+    """Peaks of dense matmuls, by the names that CUDA gives, of whole GPUs."""
     seconds = (0, 99.4, 100, 60 * 99, 60 * 130, 3600 * 47.5, 3600 * 76.2)
     assert list(map(llmc.progress.duration, seconds)) == [
         "0 s", "99 s", "2 min", "99 min", "2 h 10 min", "47 h 30 min", "3 d 4 h"]
-    counted = llmc.gpu.lines.flops_per_token(124439808, GPT2_124M, 1024)
-    assert counted == 6 * 124439808 + 6 * 12 * 768 * 1024
     for name, bf16 in (("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A10G", 70e12),
                        ("NVIDIA A10", 125e12), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
                        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("a fake GPU", None)):
@@ -205,24 +206,11 @@ def test_samples_and_validation(workplace, train):
     assert "generating:" in train("-t", 1, "-g", 4, "-x", 1, "-s", 1, "-v", 0), "not one that moves by 0"
 
 
-def test_logs(workplace, train, run_here):
-    """What the file held is renamed, so that the log has lines of one run alone. What else it has cannot be plotted."""
-    Path("notes.log").write_bytes(b"my notes\r\n\xff and more\n")
-    for _ in range(2):
-        train("-x", 3, "-v", 2, "-m", 1, "-s", 0, "-o", "notes.log")
-    text = Path("notes.log").read_bytes()
-    run = [b"s:0 tel:L", b"s:0 trl:L", b"s:1 trl:L", b"s:2 tel:L", b"s:2 trl:L", b""]
-    assert re.sub(rb"\d+\.\d{4}", b"L", text).split(b"\n") == run and Path("notes.2.log").read_bytes() == text
-    assert Path("notes.1.log").read_bytes() == b"my notes\r\n\xff and more\n"
-    Path("notes.log").write_bytes(text + b"hello\n")
-    run_here(plot_log, "notes.log", fails=("notes.log:6", "hello"))
-
-
 def test_logs_of_several_runs_in_a_directory(workplace, train):
-    """A resumed run drops lines of its own alone; a new run's table leaves that of another, and notes, alone."""
-    flags, log = ("-x", 4, "-v", 0, "-s", 0, "-o", "run"), Path("run/main.log")
+    """A resumed run drops lines of its own alone; a new run's files leave those of another, and notes, alone."""
+    flags, log, notes = ("-x", 4, "-v", 0, "-s", 0, "-o", "run"), Path("run/main.log"), b"my notes\r\n\xff and more\n"
     os.mkdir("run")
-    Path("run/main.csv").write_text("my notes")
+    Path("run/main.csv").write_bytes(notes)
     train(*flags)
     remove_after("run", 0)
     old = log.read_text()
@@ -231,7 +219,7 @@ def test_logs_of_several_runs_in_a_directory(workplace, train):
     text = log.read_text()
     train(*flags, "-y", 1)
     assert log.read_text() == text == old == Path("run/main.1.log").read_text()
-    assert Path("run/main.1.csv").read_text() == "my notes"
+    assert Path("run/main.1.csv").read_bytes() == notes
     assert len(read_table("run/main.2.csv")) == len(read_table("run/main.csv")) == 4
 
 
@@ -302,7 +290,7 @@ def test_a_run_s_newest_model_and_vocabulary_are_for_others(workplace, train, ru
 @pytest.mark.parametrize("decay", ("matrices", "all"))
 @pytest.mark.parametrize("clip", (0.5, 1.3))
 def test_updates_are_pytorch_s(config, decay, clip):
-    """Loss, norm and weights, of three updates of two batches, in a warm-up, with weight decay; clip: of the norm."""
+    """Loss, norm and weights, of three updates of two batches, with weight decay; clip: of the norm."""
     params = random_params(config, ones=1.0)
     batches = np.random.default_rng(0).integers(0, config.V, (3, 2, 2, 2, 9))  # update, micro-step, inputs or targets
     reference = to_reference(config, params, dtype=torch.float64)
@@ -312,21 +300,16 @@ def test_updates_are_pytorch_s(config, decay, clip):
 
     loss_of(batches[0]).backward()
     norm = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), np.inf))
-    settings = Settings(B=2, T=9, total_batch_size=36, learning_rate=1e-2, warmup_steps=4, weight_decay=0.5,
-                        decay=decay, beta2=0.95, eps=1e-3, grad_clip=clip * norm)
+    settings = Settings(B=2, T=9, total_batch_size=36, learning_rate=3e-3, weight_decay=0.5, decay=decay, beta2=0.95,
+                        eps=1e-3, grad_clip=clip * norm)
     model = make_model(2, 9, settings.micro_steps, config, params)
     loader = SimpleNamespace(next_batch=iter(batches.reshape(6, 2, 2, 9)).__next__)
-    optimizer = torch.optim.AdamW([
-        {"params": [p for p in reference.parameters() if (p.ndim > 1) == matrices],
-         "weight_decay": 0.5 * (matrices or decay == "all")} for matrices in (True, False)],
-        betas=(0.9, 0.95), eps=1e-3)
+    optimizer = compare_losses.make_optimizer(reference, settings, fused=False)
     for step in range(3):
         update = train_gpt2.train_step(model, loader, settings, step)
         optimizer.zero_grad()
         (loss := loss_of(batches[step])).backward()
         norm = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), settings.grad_clip))
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 * (step + 1) / 4
         optimizer.step()
         assert (update.loss, update.norm) == pytest.approx((loss.item(), norm), rel=1e-4) and norm > 1.4
     expected = dict(reference.named_parameters())
@@ -334,29 +317,12 @@ def test_updates_are_pytorch_s(config, decay, clip):
         assert np.abs(halves(view, heads) - expected[name].detach().numpy()).max() < 1e-5, name
 
 
-@pytest.fixture
-def interrupt(monkeypatch):
-    """interrupt(of, name, call, signal, ...): this process gets the signals at that call of of.name."""
-    def interrupt(of, name, call, *signals):
-        calls, real = itertools.count(), getattr(of, name)
-
-        def interrupted(*arguments, **keywords):
-            if next(calls) == call:
-                for number in signals:
-                    os.kill(os.getpid(), number)
-            return real(*arguments, **keywords)
-
-        monkeypatch.setattr(of, name, interrupted)
-
-    return interrupt
-
-
 @pytest.mark.parametrize("call, signals, status, saved", (
     (4, (signal.SIGINT,), 130, 5), (4, (signal.SIGTERM,), 143, 5),
     (0, (signal.SIGINT, signal.SIGTERM, signal.SIGINT), 130, None),  # of two, only a second Ctrl-C is impatient
     (0, (signal.SIGHUP,), 0, 7)))  # which nohup ignores
-def test_a_signal_saves_and_says_how_to_resume(workplace, run_here, interrupt, call, signals, status, saved):
-    interrupt(train_gpt2, "train_step", call, *signals)
+def test_a_signal_saves_and_says_how_to_resume(workplace, run_here, at_call, call, signals, status, saved):
+    at_call(train_gpt2, "train_step", call, lambda: [os.kill(os.getpid(), number) for number in signals])
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     done = run_here(train_gpt2, *FAST, "-x", 7, "-v", 0, "-s", 0, "-o", "a run", check=False)
     signal.signal(signal.SIGHUP, old)
@@ -369,9 +335,9 @@ def test_a_signal_saves_and_says_how_to_resume(workplace, run_here, interrupt, c
 
 @pytest.mark.parametrize("of, name, flags", ((train_gpt2.Decoder, "logits", ("-s", 3, "-g", 10**6)),
                                              (GPT2, "forward", ("-v", 3, "-m", 10**6))))
-def test_a_signal_within_a_sample_or_a_validation(workplace, run_here, train, interrupt, of, name, flags):
+def test_a_signal_within_a_sample_or_a_validation(workplace, run_here, train, at_call, of, name, flags):
     """Both end at once, and are done again by the resumed run, with the same random numbers."""
-    interrupt(of, name, 20, signal.SIGINT)
+    at_call(of, name, 20, lambda: os.kill(os.getpid(), signal.SIGINT))
     done = run_here(train_gpt2, *FAST, "-x", 5, "-v", 0, "-s", 0, "-o", "parts", *flags, check=False)
     assert done.returncode == 130
     if flags[0] == "-v":  # which is due before the first step, too
@@ -395,14 +361,10 @@ def test_a_run_whose_output_nobody_reads_saves_first(workplace, kind):
     assert process.wait(timeout=60) == 128 + signal.SIGHUP and newest_checkpoint("run") >= 3
 
 
-def test_the_command_that_resumes(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "-o", "a b", "-y", "1"])
-    stopped(Settings(output="a b", resume=1), 3)
-    assert capsys.readouterr().err.endswith("with: python train_gpt2.py -o 'a b' -y 1\n")
-    stopped(Settings(output="a b"), 3, has_launcher=True)
-    assert "the same command and -y 1" in capsys.readouterr().err
-    stopped(Settings(), 3)
-    assert "nothing was saved" in capsys.readouterr().err
+def test_where_no_command_resumes(capsys):
+    for output, words in (("run", "resume with the same command and -y 1\n"), ("", "nothing was saved")):
+        stopped(Settings(output=output), 3, has_launcher=True)
+        assert words in capsys.readouterr().err
 
 
 def test_z_scores_are_those_of_the_last_values():

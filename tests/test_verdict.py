@@ -116,22 +116,15 @@ def eps_of_layernorm(call, a):
 
 
 def attention_with(mask=0, drop_last_key=False):
-    def plant(right):
-        def wrong(out, preatt, att, inp, B, T, C, NH):
-            right(out, preatt, att, inp, B, T, C, NH)
-            query, key, value = inp.reshape(B, T, 3, NH, C // NH).transpose(2, 0, 3, 1, 4)
-            scores = query @ key.swapaxes(2, 3) / np.float32(np.sqrt(C // NH))
-            scores = np.where(np.triu(np.ones((T, T), bool), 1 + mask), -np.inf, scores)
-            if mask < 0:
-                scores[:, :, 0, 0] = 0.0
-            att[...] = np.exp(scores - scores.max(-1, keepdims=True))
-            total = att.sum(-1, keepdims=True)
-            if drop_last_key:
-                total -= np.where(np.arange(T) > 0, np.diagonal(att, 0, 2, 3), 0)[..., None]
-            att /= total
-            out.reshape(B, T, NH, C // NH)[...] = (att @ value).transpose(0, 2, 1, 3)
-        return wrong
-    return plant
+    def change(call, a):
+        B, T, C = a["out"].shape
+        query, key, value = a["inp"].reshape(B, T, 3, a["NH"], C // a["NH"]).transpose(2, 0, 3, 1, 4)
+        seen, last = np.tri(T, k=mask, dtype=bool), np.eye(T) * (np.arange(T) > 0)
+        seen[0, 0] = True
+        weights = np.where(seen, np.exp(query @ key.swapaxes(2, 3) / np.float32(np.sqrt(C // a["NH"]))), 0)
+        a["att"][...] = weights / (weights * (1 - last * drop_last_key)).sum(-1, keepdims=True)
+        a["out"].reshape(B, T, a["NH"], -1)[...] = (a["att"] @ value).transpose(0, 2, 1, 3)
+    return after(change)
 
 
 def add_to(name, index, what):

@@ -1,6 +1,5 @@
 """Several GPUs, on none: shares of the parameters; processes that train on fake_gpus, whose update kernels compute."""
 
-import contextlib
 import ctypes
 import os
 import re
@@ -15,26 +14,24 @@ import numpy as np
 import pytest
 
 import fake_gpus
-import llmc.resume
 import timeline
 import train_gpt2
 import train_speedrun
 from conftest import SMALL_HEADS, Array, optimizer_of, random_params, remove_after
 from fake_gpus import end_ranks, fork_ranks, wait_for
 from llmc.checkpoint import Progress, owned_by_one, rank_path, read_optimizer_state, write_model, write_optimizer_state
-from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header
+from llmc.files import OPTIMIZER_MAGIC, make_header
 from llmc.errors import UserError
 from llmc.gpu.trainer import NOT_READY, Trainer
 from llmc.resume import checkpoint_paths, find_checkpoint, newest_checkpoint
 from llmc.shuffle import Position
 from llmc.tensors import Row, allocate, flat
 from llmc.gpu.several.zero import Nccl, matrix_parts
-from llmc.gpu.shares import UPDATE_CHUNK, OwnedShare, PARTS, Shares
+from llmc.gpu.shares import UPDATE_CHUNK, OwnedShare, Shares
 from train_gpt2 import Config
 from train_speedrun_cuda import Muon
 
 TABLES = {
-    "gpt2": train_gpt2.parameter_table(Config(maxT=64, V=1003, L=3, NH=3, C=96, Vp=1024)),
     "small": train_gpt2.parameter_table(SMALL_HEADS),
     "odd": {"a": Row((7,)), "b": Row((3, 5, 11), stacked=True, decays=True), "c": Row((3, 1), stacked=True)},
 }
@@ -44,12 +41,11 @@ TABLES = {
 def test_every_element_has_one_owner(table):
     """And is in one chunk of its owner's, with a place in the share's buffers, and one for each rank's gradient among
     those that arrive, on all ranks from the same place on."""
-    alone, fields = Shares(TABLES[table], 1, 0.1), ["flat", "count", "index", "decay", "at_random"]
     for ranks in (1, 2, 3, 4, 5, 7, 8, 11, 16):
         shares = Shares(TABLES[table], ranks, 0.1)
         owners, indices, total, arrives = np.zeros(shares.size, np.int8), [], None, {}
         for rank in range(ranks):
-            chunks, ends, total = shares.chunks(rank)
+            chunks, _, total = shares.chunks(rank)
             local, found = np.full((2, shares.size), -1)
             for piece in shares.pieces(rank):
                 local[piece.begin : piece.begin + piece.size] = piece.local + np.arange(piece.size)
@@ -64,14 +60,8 @@ def test_every_element_has_one_owner(table):
             order, stops = np.argsort(places), places + np.tile(chunks["count"], ranks)
             assert (stops[order][:-1] <= places[order][1:]).all() and stops.max(initial=0) <= shares.received_size()
             assert shares.share_size(rank) <= shares.share_size(ranks - 1)
-            for of_group, begin, end in zip((lambda l: l == 0, lambda l: l is None, lambda l: l), [0, *ends], ends):
-                sizes = [piece.size for piece in shares.pieces(rank) if of_group(piece.segment.layer)]
-                assert sum(sizes) == chunks[begin:end]["count"].sum()
             indices += chunks["index"].tolist()
         assert (owners == 1).all() and sorted(indices) == list(range(total))
-        if PARTS % ranks == 0:
-            same = np.sort(np.concatenate([shares.chunks(rank)[0] for rank in range(ranks)]), order="flat")
-            assert same[fields].tolist() == np.sort(alone.chunks(0)[0], order="flat")[fields].tolist()
 
 
 def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
@@ -88,16 +78,13 @@ def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
     for call in (lambda: peers.exchange([], [], stream), lambda: peers.add_up(array, array, stream),
                  lambda: peers.all_to_all(array, array, stream), lambda: peers.all_gather(array, stream),
                  lambda: peers.allocate(8)):
-        with pytest.raises(UserError, match=r"NCCL cannot connect the GPUs \(unhandled cuda error\)"):
-            call()
-    event = SimpleNamespace(ptr=0, synchronize=lambda: None)
-    Trainer.wait(SimpleNamespace(peers=peers), event)
+        pytest.raises(UserError, call).match(r"NCCL cannot connect the GPUs \(unhandled cuda error\)")
+    wait = SimpleNamespace(peers=peers), SimpleNamespace(ptr=0, synchronize=lambda: None)
+    Trainer.wait(*wait)
     fake_gpu.cp.cuda.runtime.eventQuery = lambda ptr: NOT_READY
-    with pytest.raises(UserError, match=r"NCCL lost another GPU \(unhandled cuda error\)"):
-        Trainer.wait(SimpleNamespace(peers=peers), event)
+    pytest.raises(UserError, Trainer.wait, *wait).match(r"NCCL lost another GPU \(unhandled cuda error\)")
     nccl.get_version = lambda: 22707
-    with pytest.raises(UserError, match=r"is 2\.27, expected 2\.28 or newer: pip install -r requirements-gpu.txt"):
-        Nccl(ranks)
+    pytest.raises(UserError, Nccl, ranks).match(r"is 2\.27, expected 2\.28 or newer: pip install -r requirements-gpu")
 
 
 def empty_share(shares, rank=0):
@@ -124,7 +111,7 @@ def write_states(path, ranks, table, rng, ours=True):
 @pytest.mark.parametrize("table", ("small", "odd"))
 @pytest.mark.parametrize("ours", (True, False))
 def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, table, ours):
-    """Files of this project's and of llm.c's, whose shares are cut in another way."""
+    """Files of this project's and of llm.c's, whose shares are cut in another way, as were ours in version 1."""
     rng, path = np.random.default_rng(0), str(tmp_path / "state_00000003_00000.bin")
     for wrote in (1, 2, 3, 8):
         whole = write_states(path, wrote, TABLES[table], rng, ours=ours)
@@ -136,14 +123,10 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, table, ours):
                 assert has_exact and progress.position.sample == (6 if ours else 6 * wrote)
                 for got, array in zip((*owned.state.values(), owned.exact), whole):
                     assert np.array_equal(got, shares.take(array, rank))
-
-
-def test_ours_of_version_1_has_other_shares(tmp_path):
-    path = str(tmp_path / "state_00000003_00000.bin")
-    write_states(path, 2, TABLES["small"], np.random.default_rng(0))
-    np.memmap(path, "<i4", "r+", shape=2)[1] = 1
-    with pytest.raises(UserError, match="version 1, rank 0 of 2.*expected version 1, of several ranks of this"):
-        read_optimizer_state(path, empty_share(Shares(TABLES["small"], 1)))
+    if ours:
+        np.memmap(path, "<i4", "r+", shape=2)[1] = 1
+        pytest.raises(UserError, read_optimizer_state, path, owned).match(
+            "version 1, rank 0 of 8.*expected version 1, of several ranks of this")
 
 
 @pytest.mark.parametrize("ranks, exact", ((4, 0), (1, 1)))
@@ -158,9 +141,9 @@ def test_llm_c_s_ranks_without_zero_have_all(tmp_path, ranks, exact):
     assert all(np.array_equal(flat(got), flat(part)) for got, part in zip(read, parts))
 
 
-@pytest.mark.parametrize("damage", ("missing", "short", "of another step", "of another rank", "of another model"))
+@pytest.mark.parametrize("damage", ("missing", "short", 10, 3, 44))  # or a slot of the header: step, rank, model
 def test_a_damaged_state_of_a_rank(tmp_path, damage):
-    """Nothing is filled; where it is missing, the checkpoint before is taken."""
+    """Nothing is filled."""
     settings = SimpleNamespace(output_dir=str(tmp_path), resume=1, steps=0)
     for step in (1, 2):
         model, state, marker = checkpoint_paths(str(tmp_path), step)
@@ -168,25 +151,20 @@ def test_a_damaged_state_of_a_rank(tmp_path, damage):
         for path in (model, marker, f"{model}.tmp", f"{rank_path(state, 1)}.tmp"):
             Path(path).touch()
     bad, owned = Path(rank_path(state, 2)), empty_share(Shares(TABLES["small"], 1))
-    good = bad.read_bytes()
+    assert find_checkpoint(settings) == 2 and not list(tmp_path.glob("*.tmp")), "what a killed run left while it saved"
     if damage == "missing":
         bad.unlink()
-        find_checkpoint(settings)
-        assert not list(tmp_path.glob("*.tmp")), "what a killed run left while it saved"
+    elif damage == "short":
+        os.truncate(bad, bad.stat().st_size - 1)
     else:
-        header = np.frombuffer(good[:HEADER_BYTES], "<i4").copy()
-        slots = {"of another step": 10, "of another rank": 3, "of another model": 44}
-        header[slots.get(damage, 0)] += damage != "short"
-        bad.write_bytes(header.tobytes() + good[HEADER_BYTES : len(good) - (damage == "short")])
-        assert find_checkpoint(settings) == 2
-    with pytest.raises(UserError, match=bad.name):
-        find_checkpoint(settings)
-        read_optimizer_state(state, owned)
+        np.memmap(bad, "<i4", "r+", shape=256)[damage] += 1
+    pytest.raises(UserError, read_optimizer_state, state, owned).match(bad.name)
     assert not owned.state["m"].any()
 
 
 RUN = ("-b", 2, "-t", 8, "-d", 64, "-v", 2, "-m", 7, "-s", 3, "-g", 6, "--grad_clip", 1, "--lines", "llmc",
        "--graph", 0, "-o")
+EPOCHS = ("-b", 4, "-t", 64, "-d", 1024, "--shuffle", 1)  # the first one ends within an update
 MANY = ("-x", 100000, "-b", 2, "-t", 8, "-d", 64, "-v", 0, "-s", 0, "-n", 1, "-nk", 3, "--graph", 0, "-o", "run")
 
 
@@ -206,7 +184,7 @@ def results(directory):
 
 @pytest.mark.parametrize("sizes, first, second, flags", (
     ((1, 2), 1, 2, ("--dtype", "bfloat16", "--grad_clip", 1)),
-    ((1, 2, 4), 4, 2, ("--dtype", "float32", "--grad_clip", 0.5, "-c", 0.1)),
+    ((1, 2, 4), 4, 2, ("--dtype", "float32", "--grad_clip", 0.5, "-c", 0.1, *EPOCHS)),
     ((1, 2), 2, 1, ("--dtype", "bfloat16", "--float32_grads", 1, "-w", 0))), ids=str)
 def test_the_same_bits_on_any_number_of_gpus(workplace, start, sizes, first, second, flags):
     """All that is printed but the times, and all that is saved; also beyond another number's checkpoint."""
@@ -241,14 +219,12 @@ def test_a_step_of_two_ranks_is_captured(start, tokens):
 
 def die_after_step_2():
     """The program, whose rank 0 is killed as soon as the checkpoint of step 2 is complete."""
-    @contextlib.contextmanager
-    def replacing(path):
-        with real(path) as f:
-            yield f
-        if path.endswith("DONE_00000002"):
+    def replace(source, target):
+        real(source, target)
+        if target.endswith("DONE_00000002"):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    real, llmc.resume.replacing = llmc.resume.replacing, replacing
+    real, os.replace = os.replace, replace
     fake_gpus.main()
 
 
@@ -310,9 +286,8 @@ def test_a_timeline(workplace, start, fake_gpu, run_here, monkeypatch):
     """Of a step of two micro-batches: what runs on each stream, and a picture."""
     monkeypatch.setattr(timeline, "cp", fake_gpu.cp)
     for graph in (0, 1):
-        lines = run_here(timeline, "-b", 2, "-t", 8, "-d", 32, "--graph", graph).stdout.splitlines()
-        table = lines[lines.index(next(line for line in lines if line.split() == ["begin", "end", "ms"])) + 1 :]
-        names = [re.match(r"(\w+ \w+) +1\.000 +1\.000 +0\.000$", line)[1].strip() for line in table]
+        output = run_here(timeline, "-b", 2, "-t", 8, "-d", 32, "--graph", graph).stdout
+        names = re.findall(r"^(\w+ \w+) +1\.000 +1\.000 +0\.000$", output, re.MULTILINE)
         assert sorted(names) == sorted(["forward 0", "forward 1", "backward 0", "backward 1", "add 0", "adamw all"])
         assert (workplace / "timeline.png").stat().st_size > 5000
 
