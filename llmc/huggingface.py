@@ -58,9 +58,9 @@ def llama_config_of(hf, path, Config):
     scaled = {"factor": "factor", "low": "low_freq_factor", "high": "high_freq_factor",
               "original": "original_max_position_embeddings"} if kind == "llama3" else {}
     size = whole_numbers(hf, LLAMA_SIZES, path)
-    defaults = {"num_key_value_heads": size["NH"], "head_dim": size["C"] // size["NH"]}
-    size |= whole_numbers({**defaults, **{name: hf[name] for name in defaults if hf.get(name)}},
-                          {"NKV": "num_key_value_heads", "HS": "head_dim"}, path)
+    heads = {"num_key_value_heads": size["NH"], "head_dim": size["C"] // size["NH"]}  # if config.json has no others
+    heads |= {name: hf[name] for name in heads if hf.get(name)}
+    size |= whole_numbers(heads, {"NKV": "num_key_value_heads", "HS": "head_dim"}, path)
     return Config(**size, **whole_numbers(rope, scaled, path), Vp=padded(size["V"]), eps=float(hf["rms_norm_eps"]),
                   theta=float(rope["rope_theta"]), tied=int(hf.get("tie_word_embeddings", False)))
 
@@ -192,25 +192,22 @@ def read_hf_folder(folder, gpt2, llama):
                             " config.json")
         return tensor
 
-    if architecture is llama:
-        fetch("model.embed_tokens.weight", (config.V, config.C))  # these check sizes before anything is allocated
-        fetch(f"model.layers.{config.L - 1}.mlp.down_proj.weight", (config.C, config.F))
-        if "lm_head.weight" in state and not np.array_equal(fetch("lm_head.weight", (config.V, config.C)),
-                                                            fetch("model.embed_tokens.weight", (config.V, config.C))):
-            config = dataclasses.replace(config, tied=0)  # a head of its own is used, whatever the flag says
-        params = allocate(llama.parameter_table(config))
+    C, last, is_llama = config.C, config.L - 1, architecture is llama
+    embedding = "model.embed_tokens.weight" if is_llama else "wte.weight", (config.V, C)
+    for name, shape in (embedding, *([(f"model.layers.{last}.mlp.down_proj.weight", (C, config.F))] if is_llama else
+                                     [("wpe.weight", (config.maxT, C)), (f"h.{last}.ln_1.weight", (C,))])):
+        fetch(name, shape)  # checks the sizes before anything is allocated
+    if "lm_head.weight" in state and not np.array_equal(fetch("lm_head.weight", embedding[1]), fetch(*embedding)):
+        if not is_llama:
+            raise UserError(f"{weights_path}: lm_head.weight differs from wte.weight: this project ties the two")
+        config = dataclasses.replace(config, tied=0)  # a head of its own is used, whatever the flag says
+    params = allocate(architecture.parameter_table(config))
+    if is_llama:
         for module_name, view, heads in llama_slices(config, params):
             view[:] = neighbors(fetch(module_name, view.shape), heads)
     else:
-        fetch("wte.weight", (config.V, config.C))  # as above
-        fetch("wpe.weight", (config.maxT, config.C))
-        fetch(f"h.{config.L - 1}.ln_1.weight", (config.C,))
-        params = allocate(gpt2.parameter_table(config))
         for name, module_name, view in gpt2_slices(config, params):
             view[:] = fetch(module_name, view.shape, name in TRANSPOSED)
-        if "lm_head.weight" in state and not np.array_equal(fetch("lm_head.weight", (config.V, config.C)),
-                                                            params.wte[: config.V]):
-            raise UserError(f"{weights_path}: lm_head.weight differs from wte.weight: this project ties the two")
     if unread:
         more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
         raise UserError(f"{weights_path}: tensor {min(unread)}{more} would not be read: not a {architecture.TITLE} that"
