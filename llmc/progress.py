@@ -40,8 +40,7 @@ class Console:
         self.peak = self.bar = None
 
     def header(self, device, peak):
-        """Print model, data, length, device and output; with --verbose, all settings, too. device: its name; peak: the
-        tokens/s at which matmuls would use all of the device's FLOP/s, or None."""
+        """device: its name; peak: tokens/s at which matmuls would use all of the device's FLOP/s, or None."""
         settings, loader, val_loader, self.peak = self.settings, self.loop.train_loader, self.loop.val_loader, peak
         epochs = settings.steps * settings.micro_steps / loader.batches_per_epoch
         validates = min(settings.val_batches, val_loader.whole_batches) if val_loader else 0
@@ -71,7 +70,6 @@ class Console:
             print(f"memory    {f'{size / 2**30:.1f} GiB' if size >> 30 else f'{size / 2**20:.0f} MiB'}")
 
     def start(self):
-        """Call this before the first update."""
         self.began = self.timed_from = time.perf_counter()
         if self.has_bar and sys.stdout.isatty():
             with contextlib.suppress(ImportError):  # training does not need it
@@ -97,15 +95,18 @@ class Console:
         self.print(f"{self.step_of(step)} | HellaSwag {correct}/{count} = {correct / count:.4f}")
 
     def training(self, step, update, learning_rate):
-        """Print the line of update number `step`, from 0, an Update."""
-        first = self.done == self.loop.begin
+        """Print the line of update number `step`, from 0, an Update. The time left is at the pace so far, validation
+        included, but not the first update, a warm-up."""
+        now, before = time.perf_counter(), step - self.loop.begin  # of this run's updates
+        self.timed_from = self.timed_from if before else now
         self.done, self.seconds = step + 1, self.seconds + update.seconds
-        left = self.time_left(update.seconds)
+        pace = (now - self.timed_from) / before if before else update.seconds
+        left = pace * (self.settings.steps - self.done)
         if self.bar:
             self.bar.set_description_str("training", refresh=False)
             self.bar.set_postfix_str(f"{duration(left)} left", refresh=False)
             self.bar.update()
-        if first or self.done % self.settings.print_every == 0 or self.done == self.settings.steps:
+        if not before or self.done % self.settings.print_every == 0 or self.done == self.settings.steps:
             self.print(self.training_line(step, update, learning_rate, left))
 
     def training_line(self, step, update, learning_rate, left):
@@ -142,14 +143,6 @@ class Console:
     def step_of(self, done):
         total = str(self.settings.steps)
         return f"step {done:>{len(total)}}/{total}"
-
-    def time_left(self, seconds):
-        """Seconds left at the pace so far, which includes validation but not the first update, a warm-up."""
-        now, before = time.perf_counter(), self.done - self.loop.begin - 1  # updates since the first one
-        if before == 0:
-            self.timed_from = now
-        pace = (now - self.timed_from) / before if before else seconds
-        return pace * (self.settings.steps - self.done)
 
     def wait_for(self, what):
         """Show in the bar what the run is doing now."""
