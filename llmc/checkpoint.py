@@ -12,7 +12,9 @@ from llmc.errors import UserError
 from llmc.files import (HEADER_BYTES, OPTIMIZER_MAGIC, check_size, chunks, export_hint, make_header, open_input,
                         read_header, read_into, replacing)
 from llmc.shuffle import Position, read_shuffle, write_shuffle
-from llmc.tensors import allocate, bf16_bits, bf16_to_float32, check_finite, flat, table_elements, unpadded
+from llmc.tensors import allocate, bf16_bits, bf16_to_float32, check_finite, flat, table_elements
+
+U64 = [20, 21, 30, 31, 32, 33]  # a state's header slots of three u64: sampler state, shard, sample
 
 
 def padded(V):
@@ -53,8 +55,7 @@ def tensors_in_file(config, params, version):
 
 
 def read_model(path, architecture, hint=None):
-    """Read a model checkpoint of version 1, 3 or 5. Returns (config, params): float32, padded to Vp rows, a multiple of
-    128, whatever the file has. Raises UserError for a damaged file, NaN and infinity included."""
+    """(config, params) of a file: float32, Vp rows, a multiple of 128. Raises UserError for damage, NaN, infinity."""
     hint = hint or export_hint(path)
     with open_input(path, hint) as f:
         version, stored = read_config(f, architecture, hint)
@@ -87,14 +88,6 @@ def write_model(path, config, params, version=3):
                 f.write(piece)
                 crc = zlib.crc32(piece, crc)
     return crc
-
-
-def count_parameters(config, params):
-    """The number of parameters, without padding: 124439808 for GPT-2 124M."""
-    return sum(tensor.size for tensor in unpadded(params, config.V))
-
-
-U64 = [20, 21, 30, 31, 32, 33]  # header slots of three u64: sampler state, shard, sample
 
 
 class Progress(NamedTuple):

@@ -8,8 +8,7 @@ import time
 
 def print_table(groups):
     """Print groups of (name, value) in a box."""
-    names, width = (max(least, *(len(str(row[i])) for rows in groups for row in rows))
-                    for i, least in enumerate((21, 50)))
+    names, width = (max(low, *(len(str(row[i])) for rows in groups for row in rows)) for i, low in ((0, 21), (1, 50)))
     line = f"+-{'-' * names}-+-{'-' * width}-+"
     for rows in groups:
         print(line)
@@ -79,15 +78,10 @@ class Console:
                                 miniters=1, dynamic_ncols=True,
                                 bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}{postfix}")
 
-    def number(self, step):
-        """The number that the lines give to update number `step`, from 0."""
-        return step + self.counts_from
-
     def validation(self, step, loss):
         self.print(f"{self.step_of(step)} | val loss {loss:.4f}")
 
     def overfits(self, step, lowest, at):
-        """Print that validation losses rise."""
         self.print(f"{self.step_of(step)} | validation was lowest at step {at}, {lowest:.4f}: more steps overfit"
                    " (--patience stops then, and keeps the best model)")
 
@@ -98,7 +92,8 @@ class Console:
         """Print the line of update number `step`, from 0, an Update. The time left is at the pace so far, validation
         included, but not the first update, a warm-up."""
         now, before = time.perf_counter(), step - self.loop.begin  # of this run's updates
-        self.timed_from = self.timed_from if before else now
+        if not before:
+            self.timed_from = now
         self.done, self.seconds = step + 1, self.seconds + update.seconds
         pace = (now - self.timed_from) / before if before else update.seconds
         left = pace * (self.settings.steps - self.done)
@@ -125,10 +120,9 @@ class Console:
     def skip(self, step, reason):
         """Print why update number `step`, from 0, was skipped."""
         self.skipped += 1
-        self.print(f"{self.step_of(self.number(step))} | update skipped: {reason}")
+        self.print(f"{self.step_of(step + self.counts_from)} | update skipped: {reason}")
 
     def end(self):
-        """Print the last lines of a complete run."""
         self.erase()
         if self.skipped:
             print(f"updates skipped: {self.skipped}")
@@ -150,7 +144,6 @@ class Console:
             self.bar.set_description_str(what)
 
     def print(self, line):
-        """Print a line above the bar."""
         with self.loop.interruption.output():
             (self.bar.write if self.bar else print)(line)
 
@@ -179,11 +172,10 @@ class LlmcLines(Console):
     def validation(self, step, loss):
         print(f"val loss {loss:f}")
 
-    def overfits(self, step, lowest, at):
-        pass
-
     def training_line(self, step, update, learning_rate, left):
         return f"step {step}: train loss {update.loss:f} (took {update.seconds * 1000:f} ms)"
 
-    def print_end(self, steps):
-        pass
+    def nothing(self, *_):
+        """The program has no such lines."""
+
+    overfits = print_end = nothing
