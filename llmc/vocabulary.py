@@ -17,6 +17,9 @@ from llmc.tokenizer import FOLDER_FILES, Tokenizer, read_tokenizer, write_tokeni
 
 EOT = "<|endoftext|>"
 GPT2_SHA256 = "f2da4ff514c07861464f0fa0120eca6a6137f0008fa0c43209b6b796c32fab99"  # of GPT-2's tokens in a row
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # Latin-1's; others are characters from U+0100 on
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+LETTERS = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
 class Vocabulary(Tokenizer):
@@ -24,13 +27,9 @@ class Vocabulary(Tokenizer):
 
     unknown = None  # the id of what the vocabulary lacks, if it has one
     prefix = ""  # of the paths of a Hugging Face folder's files
-
     stops = property(lambda self: {self.eot})  # the ids that end a text
     special = property(lambda self: {self.eot})  # the ids that are not text
-
-    @functools.cached_property
-    def is_gpt2(self):
-        return hashlib.sha256(b"".join(self.tokens)).hexdigest() == GPT2_SHA256
+    is_gpt2 = functools.cached_property(lambda self: hashlib.sha256(b"".join(self.tokens)).hexdigest() == GPT2_SHA256)
 
     def encode(self, text, begin=True):
         """The ids of a text, a list; begin: after the token that begins one, if there is such a token. Names of special
@@ -60,9 +59,7 @@ def valid(text):
 class Letters(Vocabulary):
     """Bytes or characters as tokens."""
 
-    @functools.cached_property
-    def ids(self):
-        return {token: id for id, token in enumerate(self.tokens) if id != self.eot}
+    ids = functools.cached_property(lambda self: {token: i for i, token in enumerate(self.tokens) if i != self.eot})
 
     def of_letter(self, letter):
         """A character's id, or those of its bytes."""
@@ -202,11 +199,6 @@ def read_object(path):
     if not isinstance(found, dict):
         raise UserError(f"{path}: a JSON {type(found).__name__}, expected an object: mend or remove it")
     return found
-
-
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # Latin-1's; others are characters from U+0100 on
-OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
-LETTERS = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
 def open_vocabulary(name, characters=""):
