@@ -1,5 +1,4 @@
-"""
-A model from Python, on the CPU or a GPU: its loss, text from it, a training step. doc/python.md shows how.
+"""A model from Python, on the CPU or a GPU: its loss, text from it, a training step. doc/python.md shows how.
 
     from llmc.api import load
     model = load("runs/mine")  # on a GPU: load("runs/mine", gpu=True)
@@ -33,8 +32,7 @@ def pages():
 
 
 def architecture_of(model):
-    """The page's class for a name of random weights, a .bin file (by its magic number) or a run's directory (by its
-    newest .bin file)."""
+    """The page's class for a name of random weights, a .bin file (by its magic number) or a run's directory."""
     all_pages = pages()
     for page in all_pages:
         if model in page.SIZES:
@@ -70,7 +68,7 @@ def load_with_vocabulary(path, tokenizer=""):
 
 
 def load(path, gpu=False, **options):
-    """The Model, or GpuModel, of a run's directory, a .bin file or a Hugging Face folder, of any architecture."""
+    """The Model, or GpuModel, of a run's directory, a .bin file or a Hugging Face folder."""
     return (GpuModel if gpu else Model)(path, **options)
 
 
@@ -104,7 +102,7 @@ class Model:
         self.open(architecture, params, options)
 
     def loss(self, text):
-        """The mean loss, in nats a token, of a text or ids without the first; a long text is cut into contexts."""
+        """The mean loss of a text or ids, in nats a token: of all but the first. A long text is cut into contexts."""
         ids = self.ids(text)
         if len(ids) < 2:
             raise UserError(f"a text of {len(ids)} tokens: a loss needs at least 2")
@@ -115,7 +113,8 @@ class Model:
         return float(total / (len(ids) - 1))
 
     def generate(self, prompt="", tokens=100, temperature=1.0, top_k=0, top_p=1.0, seed=1337):
-        """Continue a prompt, or begin a text, by at most `tokens` tokens: a text gives a text, ids ids, with prompt."""
+        """Continue a prompt, or begin a text, by at most `tokens` tokens, up to the end of the text. A text gives a
+        text, ids give ids, the prompt included."""
         check_numbers("", tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         eot, shown, vocabulary = end_of_text(self.tokenizer, self.config.V), self.ids(prompt).tolist(), self.tokenizer
         start, stops = np.array([shown or [eot]], np.int32), vocabulary.stops if vocabulary else {eot}

@@ -75,7 +75,6 @@ class TokenFile:
         return tokens
 
     def check(self, count):
-        """Check the first `count` tokens, or all if there are fewer."""
         with self.open() as f:
             for start in range(0, min(count, self.size), FILE_CHUNK):
                 self.read(f, start, min(FILE_CHUNK, self.size - start))
@@ -96,12 +95,10 @@ def open_tokens(path, V, least=1, why=""):
 
 
 def is_pattern(name):
-    """Whether a name is a glob, and not the name of a file."""
     return glob.has_magic(name) and not os.path.exists(name)
 
 
 def find_files(pattern):
-    """Return the files of a name or a glob, sorted."""
     return sorted(glob.glob(pattern)) if is_pattern(pattern) else [pattern]
 
 
@@ -145,7 +142,7 @@ def data_paths(settings):
 
 
 def open_data(settings, V, rank=0, ranks=1):
-    """The loaders of training data, whose batches the ranks share, and of validation data; with -v 0, that is None."""
+    """The loaders of training data, whose batches the ranks share, and of validation data: None with -v 0."""
     train_paths, val_paths = data_paths(settings)
     shuffle = len(train_paths) > 1 if settings.shuffle == -1 else bool(settings.shuffle)
     return (DataLoader(train_paths, V, settings.B, settings.T, shuffle, settings.spread, rank, ranks, settings.seed,
@@ -169,8 +166,7 @@ class DataLoader:
         self.counts = [(shard.size - 1) // (B * T) for shard in self.shards]  # samples with all their targets
         self.num_batches = max(1, sum(shard.size // (B * T) for shard in self.shards))
         self.batches_per_epoch = sum(self.counts)
-        self.whole_batches = sum(count + ((shard.size - 1) // T > count * B)
-                                 for shard, count in zip(self.shards, self.counts))
+        self.whole_batches = sum(-(-((shard.size - 1) // T) // B) for shard in self.shards)  # rounded up
         self.shards[0].check(1 << 27)  # another vocabulary's file should end the run now, not hours later
         self.seek(first_position(self.counts, shuffle, seed))
 
