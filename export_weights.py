@@ -43,7 +43,7 @@ from llmc.huggingface import LLAMA_SIZES, TRANSPOSED, gpt2_slices, halves, llama
 from llmc.resume import model_file, newest_checkpoint
 from llmc.sampler import end_of_text
 from llmc.tokenizer import FOLDER_FILES
-from llmc.vocabulary import EOT, bytes_to_letters, load_vocabulary, open_vocabulary, reason, save_vocabulary
+from llmc.vocabulary import EOT, LETTERS, load_vocabulary, open_vocabulary, reason, save_vocabulary
 from prepro.common import read_input
 from train_gpt2 import GPT2
 from train_llama3 import Llama3
@@ -171,7 +171,7 @@ def our_tokenizer_files(config, tokenizer):
     if len(ids) == 256 and all(len(token) == 1 for token in ids):
         byte_level = decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False,
                                 "use_regex": False}
-        letters = {bytes([byte]): letter for byte, letter in bytes_to_letters().items()}
+        letters = {bytes([byte]): letter for letter, byte in LETTERS.items()}
     elif not all(len(letter) == 1 and letter.encode() == token for token, letter in letters.items()):
         return {}
     special = {"id": tokenizer.eot, "content": EOT, "single_word": False, "lstrip": False, "rstrip": False,

@@ -1,5 +1,4 @@
-"""
-A model from Python, on the CPU or a GPU: its loss, text from it, a training step. doc/python.md shows how.
+"""A model from Python, on the CPU or a GPU: its loss, text from it, a training step. doc/python.md shows how.
 
     from llmc.api import load
     model = load("runs/mine")  # on a GPU: load("runs/mine", gpu=True)
@@ -9,7 +8,6 @@ A model from Python, on the CPU or a GPU: its loss, text from it, a training ste
 import importlib
 import math
 import os
-import re
 import sys
 from numbers import Integral, Real
 
@@ -34,20 +32,17 @@ def pages():
 
 
 def architecture_of(model):
-    """The page's class for a value of -e or --model: a name of random weights, a Hugging Face folder (by its
-    config.json), a .bin file (by its magic number) or a run's directory (by its newest .bin file)."""
-    GPT2, Llama3, _ = all_pages = pages()
+    """The page's class for a name of random weights, a .bin file (by its magic number) or a run's directory."""
+    all_pages = pages()
     for page in all_pages:
         if model in page.SIZES:
             return page
-    config = os.path.join(model, "config.json")
-    if os.path.exists(config):
-        with open_input(config, export_hint(model)) as f:
-            return Llama3 if re.search(rb'"model_type":\s*"(llama|mistral)"', f.read()) else GPT2
+    if os.path.exists(os.path.join(model, "config.json")):
+        return all_pages[0]  # a trainer refuses a Hugging Face folder, and says how to convert it
     path = model_file(model)
     with open_input(path, export_hint(path)) as f:
         magic = int.from_bytes(f.read(4), "little")
-    return next((page for page in all_pages if page.MAGIC == magic), GPT2)  # which refuses a file of another kind
+    return next((page for page in all_pages if page.MAGIC == magic), all_pages[0])  # which refuses another kind of file
 
 
 def on_gpu(architecture):
@@ -56,7 +51,7 @@ def on_gpu(architecture):
 
 
 def load_model(path):
-    """Load (architecture, config, params) from a run's directory, a .bin file or a Hugging Face folder."""
+    """(architecture, config, params) of a run's directory, a .bin file or a Hugging Face folder."""
     if os.path.exists(os.path.join(path, "config.json")):
         return read_hf_folder(path, *pages()[:2])
     path = model_file(path)
@@ -73,7 +68,7 @@ def load_with_vocabulary(path, tokenizer=""):
 
 
 def load(path, gpu=False, **options):
-    """The Model, or GpuModel, of a run's directory, a .bin file or a Hugging Face folder, of any architecture."""
+    """The Model, or GpuModel, of a run's directory, a .bin file or a Hugging Face folder."""
     return (GpuModel if gpu else Model)(path, **options)
 
 
@@ -107,8 +102,7 @@ class Model:
         self.open(architecture, params, options)
 
     def loss(self, text):
-        """The mean loss, in nats a token, of a text or ids; the first token is not predicted. A text that is longer
-        than the model's context is cut into contexts."""
+        """The mean loss of a text or ids, in nats a token: of all but the first. A long text is cut into contexts."""
         ids = self.ids(text)
         if len(ids) < 2:
             raise UserError(f"a text of {len(ids)} tokens: a loss needs at least 2")
@@ -119,8 +113,8 @@ class Model:
         return float(total / (len(ids) - 1))
 
     def generate(self, prompt="", tokens=100, temperature=1.0, top_k=0, top_p=1.0, seed=1337):
-        """Continue a prompt by at most `tokens` tokens, up to the end of the text: a text gives a text, ids give ids,
-        the prompt included. Without a prompt, it begins a new text."""
+        """Continue a prompt, or begin a text, by at most `tokens` tokens, up to the end of the text. A text gives a
+        text, ids give ids, the prompt included."""
         check_numbers("", tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         eot, shown, vocabulary = end_of_text(self.tokenizer, self.config.V), self.ids(prompt).tolist(), self.tokenizer
         start, stops = np.array([shown or [eot]], np.int32), vocabulary.stops if vocabulary else {eot}
@@ -251,11 +245,10 @@ class GpuModel(Model):
                             " larger B or T")
 
     def compute_gradients(self):
-        trainer, shape = self.model, (self.settings.B, self.T)
-        if self.batch[0].shape != shape:
-            raise UserError(f"a batch of {self.batch[0].shape} tokens, expected {shape} to train: load the model with"
-                            " another B or T")
-        trainer.compute_gradients(*self.batch)
+        found, shape = self.batch[0].shape, (self.settings.B, self.T)
+        if found != shape:
+            raise UserError(f"a batch of {found} tokens, expected {shape} to train: load the model with another B or T")
+        self.model.compute_gradients(*self.batch)
 
     def adamw(self, learning_rate):
         self.model.update_now(learning_rate)

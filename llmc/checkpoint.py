@@ -12,7 +12,9 @@ from llmc.errors import UserError
 from llmc.files import (HEADER_BYTES, OPTIMIZER_MAGIC, check_size, chunks, export_hint, make_header, open_input,
                         read_header, read_into, replacing)
 from llmc.shuffle import Position, read_shuffle, write_shuffle
-from llmc.tensors import allocate, bf16_bits, bf16_to_float32, check_finite, flat, table_elements, unpadded
+from llmc.tensors import allocate, bf16_bits, bf16_to_float32, check_finite, flat, table_elements
+
+U64 = [20, 21, 30, 31, 32, 33]  # a state's header slots of three u64: sampler state, shard, sample
 
 
 def padded(V):
@@ -44,30 +46,24 @@ def read_config(f, architecture, hint):
     return version, config
 
 
-def rows_in_file(config, version):
-    """How many rows the vocabulary's tensors have in a file."""
-    return config.Vp if config.PADDED and version != 1 else config.V
-
-
-def tensors_in_file(config, params, rows):
-    """Yield the tensors of a checkpoint, flat, in its order; of the vocabulary's, the first `rows` rows."""
+def tensors_in_file(config, params, version):
+    """Yield the tensors of a checkpoint, flat, in its order; of the vocabulary's, the rows that the file has."""
+    rows = config.Vp if config.PADDED and version != 1 else config.V
     for name, size in config.file_tensors():
         tensor = np.zeros(size, np.float32) if name is None else getattr(params, name)
         yield (tensor[:rows] if name and params.table[name].vocabulary else tensor).reshape(-1)
 
 
 def read_model(path, architecture, hint=None):
-    """Read a model checkpoint of version 1, 3 or 5. Returns (config, params): float32, padded to Vp rows, a multiple of
-    128, whatever the file has. Raises UserError for a damaged file, NaN and infinity included."""
+    """(config, params) of a file: float32, Vp rows, a multiple of 128. Raises UserError for damage, NaN, infinity."""
     hint = hint or export_hint(path)
     with open_input(path, hint) as f:
-        version, config = read_config(f, architecture, hint)
-        rows, elements = config.Vp, sum(size for _, size in config.file_tensors())
-        size = config.HEADER_BYTES + elements * (2 if version == 5 else 4)
-        check_size(f, size, f"version {version}, {config.describe()}", hint)
-        config = dataclasses.replace(config, Vp=padded(rows))
+        version, stored = read_config(f, architecture, hint)
+        size = stored.HEADER_BYTES + sum(size for _, size in stored.file_tensors()) * (2 if version == 5 else 4)
+        check_size(f, size, f"version {version}, {stored.describe()}", hint)
+        config = dataclasses.replace(stored, Vp=padded(stored.Vp))
         params = allocate(architecture.parameter_table(config))
-        for tensor in tensors_in_file(config, params, rows):
+        for tensor in tensors_in_file(stored, params, version):
             for piece in chunks(tensor):
                 if version == 5:
                     bits = np.empty(piece.size, np.uint16)
@@ -82,24 +78,16 @@ def read_model(path, architecture, hint=None):
 
 def write_model(path, config, params, version=3):
     """Write a model checkpoint: version 1, 3 (float32) or 5 (bfloat16, rounded to nearest even). Returns its CRC-32."""
-    header, rows = config.to_header(version), rows_in_file(config, version)
+    header = config.to_header(version)
     crc = zlib.crc32(header)
     with replacing(path) as f:
         f.write(header)
-        for tensor in tensors_in_file(config, params, rows):
+        for tensor in tensors_in_file(config, params, version):
             for piece in chunks(tensor):
                 piece = bf16_bits(piece) if version == 5 and piece.dtype == np.float32 else piece
                 f.write(piece)
                 crc = zlib.crc32(piece, crc)
     return crc
-
-
-def count_parameters(config, params):
-    """The number of parameters, without padding: 124439808 for GPT-2 124M."""
-    return sum(tensor.size for tensor in unpadded(params, config.V))
-
-
-U64 = [20, 21, 30, 31, 32, 33]  # header slots of three u64: sampler state, shard, sample
 
 
 class Progress(NamedTuple):
@@ -213,7 +201,7 @@ def is_whole(f, elements):
 def check_state_size(f, header, elements, parameters, hint):
     """Check the size of a state file, and return the offset after its elements, where the data order begins."""
     end = HEADER_BYTES + 4 * elements
-    if not header[5] or os.fstat(f.fileno()).st_size < end:
+    if not header[5] or not is_whole(f, elements):
         check_size(f, end, f"the optimizer of a model with {parameters} parameters", hint)
     return end
 

@@ -1,7 +1,6 @@
-"""Token files and the loader that reads batches from them.
-
-A token file is raw int32 (llm.c of April 2024), or a header with [2] the count, then uint16 (llm.c of today) or uint32
-(its Llama branch). The count has 64 bits here; llm.c reads the lower half. The magic tells the formats apart."""
+"""Token files, and the loader of batches. A token file is raw int32 (llm.c of April 2024) or, as its magic tells, a
+header with [2] the count, 64 bits here, of which llm.c reads the lower half, then uint16 (llm.c of today) or uint32
+(its Llama branch)."""
 
 import glob
 import itertools
@@ -41,8 +40,8 @@ def write_tokens(path, arrays, count, format="int32"):
 
 
 class TokenFile:
-    """The place of a file's tokens: dtype, offset in bytes, and size, their number. Raises UserError for an impossible
-    size, or fewer than `least` tokens (`why` ends the message). Ids are checked when they are read."""
+    """A file's tokens: dtype, offset in bytes, and size, their number. Raises UserError for an impossible size or fewer
+    than `least` tokens (`why` ends the message). Ids are checked when they are read."""
 
     def __init__(self, path, V, least=1, why=""):
         self.path, self.V, self.hint = path, V, (hint := tokens_hint(str(path)))
@@ -65,7 +64,6 @@ class TokenFile:
             raise UserError(f"{path}: {self.size} tokens, expected at least {least}{why}")
 
     def open(self):
-        """Open the file for reading."""
         return open_input(self.path, self.hint)
 
     def read(self, f, start, count):
@@ -77,7 +75,6 @@ class TokenFile:
         return tokens
 
     def check(self, count):
-        """Check the first `count` tokens, or all if there are fewer."""
         with self.open() as f:
             for start in range(0, min(count, self.size), FILE_CHUNK):
                 self.read(f, start, min(FILE_CHUNK, self.size - start))
@@ -98,12 +95,10 @@ def open_tokens(path, V, least=1, why=""):
 
 
 def is_pattern(name):
-    """Whether a name is a glob, and not the name of a file."""
     return glob.has_magic(name) and not os.path.exists(name)
 
 
 def find_files(pattern):
-    """Return the files of a name or a glob, sorted."""
     return sorted(glob.glob(pattern)) if is_pattern(pattern) else [pattern]
 
 
@@ -132,8 +127,8 @@ def validation_name(train):
 
 
 def data_paths(settings):
-    """Return (training shards, validation shards) that -i and -j name; with -v 0, no validation shards. Raises
-    UserError when a pattern matches nothing, or when -j is needed and cannot be made from -i."""
+    """[training shards, validation shards] that -i and -j name; with -v 0, none of the second. Raises UserError when a
+    pattern matches nothing, or when -j is needed and cannot be made from -i."""
     train = settings.data if names_shards(settings.data) else f"{settings.data}_train.bin"
     val = settings.val_data or validation_name(train)
     if settings.val_every and val == train and not settings.val_data:
@@ -147,8 +142,7 @@ def data_paths(settings):
 
 
 def open_data(settings, V, rank=0, ranks=1):
-    """Return the loaders of the training data, whose batches the ranks share, and of the validation data, which may be
-    a single sequence; with -v 0, the second is None."""
+    """The loaders of training data, whose batches the ranks share, and of validation data: None with -v 0."""
     train_paths, val_paths = data_paths(settings)
     shuffle = len(train_paths) > 1 if settings.shuffle == -1 else bool(settings.shuffle)
     return (DataLoader(train_paths, V, settings.B, settings.T, shuffle, settings.spread, rank, ranks, settings.seed,
@@ -162,9 +156,8 @@ class DataLoader:
 
     A batch is a sample as in shuffle.py: its rows are consecutive, and the targets are the inputs shifted by one token.
     With `spread`, row b of sample i is instead row i of the b-th of B equal parts of the shard. Rank `rank` of `ranks`
-    reads every ranks-th sample, so that together the ranks read the batches of a single one; with `single`, always the
-    first. position: after the last batch of all ranks. whole_batches: the number that whole_set yields. num_batches: of
-    B*T tokens, as llm.c counts. batches_per_epoch: without those whose last target is beyond the end of the file."""
+    reads every ranks-th sample; with `single`, always the first. position: after the last batch of all ranks.
+    whole_batches: of whole_set. num_batches: of B*T tokens, as llm.c counts. batches_per_epoch: with all targets."""
 
     def __init__(self, paths, V, B, T, shuffle=False, spread=False, rank=0, ranks=1, seed=SEED, least=None,
                  single=False, why=" for one batch (B*T+1); take a smaller -b or -t, or more text"):
@@ -173,8 +166,7 @@ class DataLoader:
         self.counts = [(shard.size - 1) // (B * T) for shard in self.shards]  # samples with all their targets
         self.num_batches = max(1, sum(shard.size // (B * T) for shard in self.shards))
         self.batches_per_epoch = sum(self.counts)
-        self.whole_batches = sum(count + ((shard.size - 1) // T > count * B)
-                                 for shard, count in zip(self.shards, self.counts))
+        self.whole_batches = sum(-(-((shard.size - 1) // T) // B) for shard in self.shards)  # rounded up
         self.shards[0].check(1 << 27)  # another vocabulary's file should end the run now, not hours later
         self.seek(first_position(self.counts, shuffle, seed))
 
@@ -208,13 +200,12 @@ class DataLoader:
             self.ahead.append((self.read(number, rows), position))
 
     def whole_set(self):
-        """Yield batches that cover each file once, from the start. The ends of the files come last, each a smaller
-        batch of whole rows. (If one lacks only the last target of a full batch, llm.c reads the first batch again.)"""
-        B = self.B
+        """Yield batches that cover each file once. The ends of the files come last, each a smaller batch of whole rows.
+        (If one lacks only the last target of a full batch, llm.c reads the first batch again.)"""
         for number, count in enumerate(self.counts):
-            yield from (self.read(number, range(index * B, (index + 1) * B)) for index in range(count))
+            yield from (self.read(number, range(i * self.B, (i + 1) * self.B)) for i in range(count))
         for number, (shard, count) in enumerate(zip(self.shards, self.counts)):
-            if rows := range(count * B, (shard.size - 1) // self.T):
+            if rows := range(count * self.B, (shard.size - 1) // self.T):
                 yield self.read(number, rows)
 
     def read(self, number, rows):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.checkpoint import rows_in_file, tensors_in_file
+from llmc.checkpoint import tensors_in_file
 from llmc.dataloader import check_ids
 from llmc.errors import UserError
 from llmc.files import (HEADER_BYTES, check_size, chunks, export_hint, make_header, open_input,
@@ -37,7 +37,7 @@ def write_debug_state(path, config, state, version=2):
     header[4], header[8:11] = history.shape[1], (1, len(state.losses), np.uint32(state.crc).view(np.int32))
     with replacing(path) as f:
         for part in (header, state.x.astype("<i4"), state.y.astype("<i4"), state.logits, np.float32(state.loss),
-                     *tensors_in_file(config, state.grads, rows_in_file(config, version)),
+                     *tensors_in_file(config, state.grads, version),
                      history.tobytes(), np.array([*state.optimizer.values()], "<f8"), state.losses.astype("<f4")):
             f.write(part)
 
@@ -55,7 +55,7 @@ def read_debug_state(path, config, params):
                             f" expected version {' or '.join(map(str, versions))}, T of 1 to {config.maxT}, trailer 0"
                             f" or 1; {hint}")
         grads = allocate(params.table)
-        tensors = list(tensors_in_file(config, grads, rows_in_file(config, version)))
+        tensors = list(tensors_in_file(config, grads, version))
         numbers = 2 * B * T + B * T * config.V + 1 + sum(tensor.size for tensor in tensors) + 2 * steps
         size = HEADER_BYTES + 4 * numbers + (40 + 4 * n if trailer else 0)
         check_size(f, size, f"version {version}, B={B} T={T} and this model ({config.describe()})", hint)

@@ -4,7 +4,6 @@ writes to a temporary file that is renamed when complete."""
 import contextlib
 import os
 import re
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ KINDS = {
     SPEEDRUN_MAGIC: "checkpoint of train_speedrun.py",
 }  # fmt: skip
 HEADER_BYTES = 1024
+FILE_CHUNK = 1 << 20  # elements that file readers and writers hold at a time
 EXPORT = "make it with: python export_weights.py"  # for a missing model or tokenizer
 HELLASWAG = "data/hellaswag_val.bin"
 
@@ -119,19 +119,9 @@ def read_header(f, magic, hint, size=HEADER_BYTES):
     if header[0] != magic:
         if {int(header[0]), magic} <= {MODEL_MAGIC, LLAMA_MAGIC, SPEEDRUN_MAGIC}:
             hint = "run the other page"
-        found = KINDS.get(int(header[0]))
-        found = f"it is a {found} (magic {header[0]})" if found else f"magic {header[0]}"
+        found = f"it is a {KINDS[header[0]]} (magic {header[0]})" if header[0] in KINDS else f"magic {header[0]}"
         raise UserError(f"{f.name}: {found}, expected a {kind} (magic {magic}); {hint}")
     return header
-
-
-def file_crc(path):
-    """CRC-32 of a file's bytes."""
-    crc = 0
-    with open(path, "rb") as f:
-        while chunk := f.read(4 * FILE_CHUNK):
-            crc = zlib.crc32(chunk, crc)
-    return crc
 
 
 def check_size(f, expected, what, hint):
@@ -146,9 +136,6 @@ def read_into(f, array):
     """Fill a contiguous array from the file; raises UserError if it ends early, although its size was checked."""
     if f.readinto(memoryview(array).cast("B")) != array.nbytes:
         raise UserError(f"{f.name}: ended early: did another program write to it just now?")
-
-
-FILE_CHUNK = 1 << 20  # elements that file readers and writers hold at a time
 
 
 def chunks(array):

@@ -63,10 +63,9 @@ def load_examples(path, V, T, count=0, hint="pass -t"):
 
 
 def count_correct(losses_of, examples, B, T, starmap=itertools.starmap):
-    """Count the examples that a model gets right: the ending with the smallest mean loss per token wins, the first of
-    equals. Divided by the number of examples, this is llm.c's acc_norm.
-    losses_of(inputs, targets): (B, T) int32, or fewer rows and positions -> the losses (B, T) of the targets.
-    starmap: like itertools.starmap; that of a run's ranks shares the batches among GPUs."""
+    """Count the examples that a model gets right, as llm.c's acc_norm does: the ending with the smallest mean loss per
+    token wins, the first of equals. losses_of(inputs, targets): (B, T) int32, or fewer rows and positions -> the losses
+    (B, T) of the targets. starmap: like itertools.starmap; that of a run's ranks shares the batches among GPUs."""
     rows = [(example.context, ending) for example in examples for ending in example.endings]
     order = np.argsort([len(context) + len(ending) for context, ending in rows], kind="stable")  # little padding
 
@@ -78,16 +77,13 @@ def count_correct(losses_of, examples, B, T, starmap=itertools.starmap):
         for b, row in enumerate(batch):
             tokens = np.concatenate(row)
             inputs[b, : len(tokens) - 1], targets[b, : len(tokens) - 1] = tokens[:-1], tokens[1:]
-        losses, means = losses_of(inputs, targets), []
-        for b, (context, ending) in enumerate(batch):  # the context's last token predicts the ending's first
-            first = len(context) - 1
-            means.append(float(losses[b, first : first + len(ending)].mean(dtype=np.float64)))
-        return means
+        spans = [(len(context) - 1, len(context) - 1 + len(ending)) for context, ending in batch]
+        return [float(losses[first:stop].mean(dtype=np.float64))  # the context's last token predicts the ending's first
+                for losses, (first, stop) in zip(losses_of(inputs, targets), spans)]
 
     batches = ([rows[i] for i in order[begin : begin + B]] for begin in range(0, len(rows), B))
     means = np.empty(len(rows))
     means[order] = list(itertools.chain.from_iterable(starmap(means_of, batches)))
     if not np.isfinite(means).all():
         raise UserError("HellaSwag: the model's losses are not finite")
-    chosen = means.reshape(-1, ENDINGS).argmin(axis=1)
-    return int((chosen == [example.label for example in examples]).sum())
+    return int((means.reshape(-1, ENDINGS).argmin(axis=1) == [example.label for example in examples]).sum())

@@ -24,9 +24,7 @@ HARMLESS = re.compile(  # fields that change no logits; nor do unknown ones that
     r"use_sliding_window|pretraining_tp|unsloth_.*|attn_implementation|num_labels|gradient_checkpointing|neftune_.*")
 UNREAD = re.compile(r"h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq")  # tensors that are no weights
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Llama 3
-
 LLAMA_SIZES = {"maxT": "max_position_embeddings", "V": "vocab_size", "L": "num_hidden_layers",
                "NH": "num_attention_heads", "C": "hidden_size", "F": "intermediate_size"}
 LLAMA_EXPECTED = {  # what this Llama computes
@@ -58,9 +56,9 @@ def llama_config_of(hf, path, Config):
     scaled = {"factor": "factor", "low": "low_freq_factor", "high": "high_freq_factor",
               "original": "original_max_position_embeddings"} if kind == "llama3" else {}
     size = whole_numbers(hf, LLAMA_SIZES, path)
-    defaults = {"num_key_value_heads": size["NH"], "head_dim": size["C"] // size["NH"]}
-    size |= whole_numbers({**defaults, **{name: hf[name] for name in defaults if hf.get(name)}},
-                          {"NKV": "num_key_value_heads", "HS": "head_dim"}, path)
+    heads = {"num_key_value_heads": size["NH"], "head_dim": size["C"] // size["NH"]}  # if config.json has no others
+    heads |= {name: hf[name] for name in heads if hf.get(name)}
+    size |= whole_numbers(heads, {"NKV": "num_key_value_heads", "HS": "head_dim"}, path)
     return Config(**size, **whole_numbers(rope, scaled, path), Vp=padded(size["V"]), eps=float(hf["rms_norm_eps"]),
                   theta=float(rope["rope_theta"]), tied=int(hf.get("tie_word_embeddings", False)))
 
@@ -100,9 +98,7 @@ def halves(weight, heads):
     return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape) if heads else weight
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # GPT-2
-
 GPT2_LAYER = {  # our name -> the module's name within a layer
     "ln1w": "ln_1.weight", "ln1b": "ln_1.bias", "qkvw": "attn.c_attn.weight", "qkvb": "attn.c_attn.bias",
     "attprojw": "attn.c_proj.weight", "attprojb": "attn.c_proj.bias", "ln2w": "ln_2.weight", "ln2b": "ln_2.bias",
@@ -110,6 +106,13 @@ GPT2_LAYER = {  # our name -> the module's name within a layer
 }  # fmt: skip
 GPT2_GLOBAL = {"wte": "wte.weight", "wpe": "wpe.weight", "lnfw": "ln_f.weight", "lnfb": "ln_f.bias"}
 TRANSPOSED = ("qkvw", "attprojw", "fcw", "fcprojw")  # Hugging Face's GPT-2 keeps these as (in, out)
+GPT2_EXPECTED = {  # what this GPT-2 computes
+    "model_type": ("gpt2",), "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,), "is_causal": (True,),
+}  # fmt: skip
+GPT2_SIZES = {"maxT": "n_positions", "V": "vocab_size", "L": "n_layer", "NH": "n_head", "C": "n_embd"}
+GPT2_FIELDS = {*GPT2_SIZES.values(), *GPT2_EXPECTED, "n_inner"}
 
 
 def gpt2_slices(config, tensors):
@@ -123,15 +126,6 @@ def gpt2_slices(config, tensors):
                 yield name, f"h.{l}.{GPT2_LAYER[name]}", tensor[l]
 
 
-GPT2_EXPECTED = {  # what this GPT-2 computes
-    "model_type": ("gpt2",), "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,),
-    "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
-    "tie_word_embeddings": (True,), "is_causal": (True,),
-}  # fmt: skip
-GPT2_SIZES = {"maxT": "n_positions", "V": "vocab_size", "L": "n_layer", "NH": "n_head", "C": "n_embd"}
-GPT2_FIELDS = {*GPT2_SIZES.values(), *GPT2_EXPECTED, "n_inner"}
-
-
 def gpt2_config_of(hf, path, Config):
     """The Config of GPT-2's config.json, a dict."""
     if hf.get("n_inner") not in (None, 4 * hf["n_embd"]):
@@ -141,12 +135,10 @@ def gpt2_config_of(hf, path, Config):
 
 
 def read_hf_folder(folder, gpt2, llama):
-    """Read (architecture, config, params) from a Hugging Face folder: config.json and model.safetensors, no pickle.
-    gpt2, llama: the classes of the two pages."""
+    """(architecture, config, params) of a Hugging Face folder, without pickle. gpt2, llama: the two pages' classes."""
     safetensors = import_package("safetensors", "a Hugging Face folder")
     config_path, weights_path = (os.path.join(folder, name) for name in ("config.json", "model.safetensors"))
-    index_path, state = f"{weights_path}.index.json", {}
-    path = config_path
+    index_path, path, state = f"{weights_path}.index.json", config_path, {}
     try:
         with open_input(path, HINT) as f:
             hf = json.load(f)
@@ -177,40 +169,37 @@ def read_hf_folder(folder, gpt2, llama):
     state = {key.removeprefix("transformer."): value for key, value in state.items()}
     unread = {name for name in state if not UNREAD.fullmatch(name)}
 
-    def fetch(module_name, shape, transposed=False):
-        if module_name not in state:
-            raise UserError(f"{weights_path}: tensor {module_name} is missing")
-        tensor = state[module_name]
-        unread.discard(module_name)
+    def fetch(name, shape, transposed=False):
+        if name not in state:
+            raise UserError(f"{weights_path}: tensor {name} is missing")
+        tensor = state[name]
+        unread.discard(name)
         if tensor["dtype"] not in STORED:
-            raise UserError(f"{weights_path}: {module_name} is of {tensor['dtype']}, expected {', '.join(STORED)}")
+            raise UserError(f"{weights_path}: {name} is of {tensor['dtype']}, expected {', '.join(STORED)}")
         numbers = np.frombuffer(tensor["data"], STORED[tensor["dtype"]]).reshape(tensor["shape"])
         tensor = bf16_to_float32(numbers) if tensor["dtype"] == "BF16" else numbers.astype(np.float32, copy=False)
         tensor = tensor.T if transposed else tensor
         if tensor.shape != shape:
-            raise UserError(f"{weights_path}: {module_name} has shape {tensor.shape}, expected {shape} from"
-                            " config.json")
+            raise UserError(f"{weights_path}: {name} has shape {tensor.shape}, expected {shape} from config.json")
         return tensor
 
-    if architecture is llama:
-        fetch("model.embed_tokens.weight", (config.V, config.C))  # these check sizes before anything is allocated
-        fetch(f"model.layers.{config.L - 1}.mlp.down_proj.weight", (config.C, config.F))
-        if "lm_head.weight" in state and not np.array_equal(fetch("lm_head.weight", (config.V, config.C)),
-                                                            fetch("model.embed_tokens.weight", (config.V, config.C))):
-            config = dataclasses.replace(config, tied=0)  # a head of its own is used, whatever the flag says
-        params = allocate(llama.parameter_table(config))
+    C, last, is_llama = config.C, config.L - 1, architecture is llama
+    embedding = "model.embed_tokens.weight" if is_llama else "wte.weight", (config.V, C)
+    others = ({f"model.layers.{last}.mlp.down_proj.weight": (C, config.F)} if is_llama else
+              {"wpe.weight": (config.maxT, C), f"h.{last}.ln_1.weight": (C,)})
+    for name, shape in (embedding, *others.items()):  # checks sizes before anything is allocated
+        fetch(name, shape)
+    if "lm_head.weight" in state and not np.array_equal(fetch("lm_head.weight", embedding[1]), fetch(*embedding)):
+        if not is_llama:
+            raise UserError(f"{weights_path}: lm_head.weight differs from wte.weight: this project ties the two")
+        config = dataclasses.replace(config, tied=0)  # a head of its own is used, whatever the flag says
+    params = allocate(architecture.parameter_table(config))
+    if is_llama:
         for module_name, view, heads in llama_slices(config, params):
             view[:] = neighbors(fetch(module_name, view.shape), heads)
     else:
-        fetch("wte.weight", (config.V, config.C))  # as above
-        fetch("wpe.weight", (config.maxT, config.C))
-        fetch(f"h.{config.L - 1}.ln_1.weight", (config.C,))
-        params = allocate(gpt2.parameter_table(config))
         for name, module_name, view in gpt2_slices(config, params):
             view[:] = fetch(module_name, view.shape, name in TRANSPOSED)
-        if "lm_head.weight" in state and not np.array_equal(fetch("lm_head.weight", (config.V, config.C)),
-                                                            params.wte[: config.V]):
-            raise UserError(f"{weights_path}: lm_head.weight differs from wte.weight: this project ties the two")
     if unread:
         more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
         raise UserError(f"{weights_path}: tensor {min(unread)}{more} would not be read: not a {architecture.TITLE} that"

@@ -14,11 +14,10 @@ TABLE_LINE = re.compile(r"([0-9]{1,10}),[0-9]+,[0-9]{1,10}\.[0-9]+,([0-9a-z.+-]*
 
 
 class Log:
-    """A run's log, one event a line, the step first: `s:0 tel:5.2520` (validation), `s:0 trl:5.3562` (training),
-    `s:0 eval:0.2955` (HellaSwag). In a run directory (main.log), training lines also have the learning rate and the
-    gradient norm, and main.csv has the same events as rows of COLUMNS: `step` as on the screen, `tokens` trained on,
-    `seconds` of training, without pauses. A new run renames earlier files to main.1.log and main.1.csv. A resumed run
-    deletes the lines after its checkpoint."""
+    """A run's log: `s:0 tel:5.2520` (validation), `s:0 trl:5.3562` (training), `s:0 eval:0.2955` (HellaSwag). In a
+    run's directory, training lines also have learning rate and norm, and main.csv has the events as rows of COLUMNS:
+    `step` as on the screen, `tokens` trained on, `seconds` of training, without pauses. A new run renames earlier files
+    to main.1.log and main.1.csv; a resumed run deletes the lines after its checkpoint."""
 
     def __init__(self, settings, first_step=0):
         self.file, self.table, self.detailed = None, None, settings.output_dir is not None
@@ -28,12 +27,10 @@ class Log:
         path = os.path.join(settings.output, "main.log") if self.detailed else settings.output
         make_directory(os.path.dirname(path))
         self.file = opened(path, first_step, LOG_LINE)
-        if self.detailed:
-            self.tokens = settings.update_tokens
-            self.open_table(os.path.join(settings.output, "main.csv"), first_step)
-
-    def open_table(self, path, first_step):
-        self.table = opened(path, first_step, TABLE_LINE)
+        if not self.detailed:
+            return
+        self.tokens = settings.update_tokens
+        self.table = opened(os.path.join(settings.output, "main.csv"), first_step, TABLE_LINE)
         if not self.table.tell():
             append(self.table, ",".join(self.columns) + "\n")
         self.table.seek(0)
@@ -73,8 +70,7 @@ def append(file, text):
 
 def opened(path, first_step, pattern):
     """Open a log: of a run that resumes, without its lines from first_step on; else empty, an older one is renamed.
-    Raises UserError if a line does not match `pattern`, with groups for the step and, where steps count from 1, the
-    loss."""
+    pattern: of a line, with groups for step and, where steps count from 1, loss; UserError if one does not match."""
     with errors_of_writing(path):
         if first_step and os.path.exists(path):
             with open(path, errors="replace") as f:

@@ -1,8 +1,8 @@
 """What a run does around its updates: read its model and data, validate, sample, log, save, resume, stop on a signal.
-
 Nothing here depends on the architecture, or on NumPy or CuPy. A page (train_gpt2.py, train_gpt2_cuda.py) passes the
 class of its model, then a model with forward, losses and decoder, and a Saver; the updates are the page's own."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -13,19 +13,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmc.checkpoint import Progress, count_parameters, owned_by_one
+from llmc.checkpoint import Progress, owned_by_one
 from llmc.dataloader import open_data
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError
 from llmc.files import EXPORT, HELLASWAG
 from llmc.logger import Log
 from llmc.outliers import notes_on, read_recent
 from llmc.progress import Console, LlmcLines
-from llmc.resume import (delete_old_checkpoints, find_checkpoint, notes_of, read_start, restore, save_checkpoint,
-                         stopped)
+from llmc.resume import delete_old_checkpoints, find_checkpoint, notes_of, read_start, restore, save_checkpoint, stopped
 from llmc.sampler import Choice, Random, end_of_text, print_sample
 from llmc.schedulers import learning_rate_at
 from llmc.settings import print_changed_settings
 from llmc.single_process import SINGLE_PROCESS
+from llmc.tensors import unpadded
 from llmc.tokenizer import keep_tokenizer, load_tokenizer
 
 
@@ -40,7 +40,7 @@ class Update(NamedTuple):
     fp8: tuple | None = None  # in a run of --dtype fp8: how many numbers are 448 or NaN in 8 bits, and how many 0
 
 
-class Loop:
+class Loop(contextlib.AbstractContextManager):
     """A run, as a page's main() uses it. It reads tokenizer, model (config, params) and data. `start` gets the page's
     model, and resumes. Iteration yields the step of each update; the page passes its Update to `report`."""
 
@@ -51,7 +51,7 @@ class Loop:
         self.first_step = ranks.gather(find_checkpoint(settings) if ranks.is_first else None)[0]
         self.tokenizer = load_tokenizer(settings)
         self.config, self.params, self.model_path = read_start(settings, self.first_step, self.tokenizer, architecture)
-        self.parameters = count_parameters(self.config, self.params)
+        self.parameters = sum(tensor.size for tensor in unpadded(self.params, self.config.V))
         self.train_loader, self.val_loader = open_data(settings, self.config.V, ranks.rank, ranks.size)
         if ranks.is_first and not self.tokenizer:
             print(f"warning: no gpt2_tokenizer.bin: samples are printed as token ids; {EXPORT}", file=sys.stderr)
@@ -75,9 +75,6 @@ class Loop:
             raise UserError(f"{settings.output}: its checkpoint is of step {self.begin}, beyond -x"
                             f" {self.settings.steps}: pass a larger -x")
         self.console = (Console if settings.lines == "short" else lines)(self)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, kind, *_):
         self.console.erase()
@@ -158,7 +155,6 @@ class Loop:
         self.running = step, end
 
     def finish(self):
-        """Report the update that is still running, if there is one."""
         if self.running:
             (step, end), self.running = self.running, None
             self.report(step, end())
@@ -196,7 +192,6 @@ class Loop:
         self.interruption.check()  # the first rank may have lost its terminal
 
     def save(self, done):
-        """Save the state after `done` updates."""
         self.console.wait_for("saving")
         batch = (self.settings.B, self.settings.T, self.settings.spread)
         progress = Progress(done, self.random.state, self.train_loader.position, batch)
@@ -211,7 +206,7 @@ class Loop:
         self.status = 128 + signal
         self.console.erase()
         with self.interruption.output():
-            stopped(self.settings, self.console.number(done - 1) if done else None, self.ranks.has_launcher)
+            stopped(self.settings, done - 1 + self.console.counts_from if done else None, self.ranks.has_launcher)
 
 
 class Saver:

@@ -8,8 +8,7 @@ import time
 
 def print_table(groups):
     """Print groups of (name, value) in a box."""
-    names, width = (max(least, *(len(str(row[i])) for rows in groups for row in rows))
-                    for i, least in enumerate((21, 50)))
+    names, width = (max(low, *(len(str(row[i])) for rows in groups for row in rows)) for i, low in ((0, 21), (1, 50)))
     line = f"+-{'-' * names}-+-{'-' * width}-+"
     for rows in groups:
         print(line)
@@ -40,8 +39,7 @@ class Console:
         self.peak = self.bar = None
 
     def header(self, device, peak):
-        """Print model, data, length, device and output; with --verbose, all settings, too. device: its name; peak: the
-        tokens/s at which matmuls would use all of the device's FLOP/s, or None."""
+        """device: its name; peak: tokens/s at which matmuls would use all of the device's FLOP/s, or None."""
         settings, loader, val_loader, self.peak = self.settings, self.loop.train_loader, self.loop.val_loader, peak
         epochs = settings.steps * settings.micro_steps / loader.batches_per_epoch
         validates = min(settings.val_batches, val_loader.whole_batches) if val_loader else 0
@@ -71,7 +69,6 @@ class Console:
             print(f"memory    {f'{size / 2**30:.1f} GiB' if size >> 30 else f'{size / 2**20:.0f} MiB'}")
 
     def start(self):
-        """Call this before the first update."""
         self.began = self.timed_from = time.perf_counter()
         if self.has_bar and sys.stdout.isatty():
             with contextlib.suppress(ImportError):  # training does not need it
@@ -81,15 +78,10 @@ class Console:
                                 miniters=1, dynamic_ncols=True,
                                 bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}{postfix}")
 
-    def number(self, step):
-        """The number that the lines give to update number `step`, from 0."""
-        return step + self.counts_from
-
     def validation(self, step, loss):
         self.print(f"{self.step_of(step)} | val loss {loss:.4f}")
 
     def overfits(self, step, lowest, at):
-        """Print that validation losses rise."""
         self.print(f"{self.step_of(step)} | validation was lowest at step {at}, {lowest:.4f}: more steps overfit"
                    " (--patience stops then, and keeps the best model)")
 
@@ -97,15 +89,19 @@ class Console:
         self.print(f"{self.step_of(step)} | HellaSwag {correct}/{count} = {correct / count:.4f}")
 
     def training(self, step, update, learning_rate):
-        """Print the line of update number `step`, from 0, an Update."""
-        first = self.done == self.loop.begin
+        """Print the line of update number `step`, from 0, an Update. The time left is at the pace so far, validation
+        included, but not the first update, a warm-up."""
+        now, before = time.perf_counter(), step - self.loop.begin  # of this run's updates
+        if not before:
+            self.timed_from = now
         self.done, self.seconds = step + 1, self.seconds + update.seconds
-        left = self.time_left(update.seconds)
+        pace = (now - self.timed_from) / before if before else update.seconds
+        left = pace * (self.settings.steps - self.done)
         if self.bar:
             self.bar.set_description_str("training", refresh=False)
             self.bar.set_postfix_str(f"{duration(left)} left", refresh=False)
             self.bar.update()
-        if first or self.done % self.settings.print_every == 0 or self.done == self.settings.steps:
+        if not before or self.done % self.settings.print_every == 0 or self.done == self.settings.steps:
             self.print(self.training_line(step, update, learning_rate, left))
 
     def training_line(self, step, update, learning_rate, left):
@@ -124,10 +120,9 @@ class Console:
     def skip(self, step, reason):
         """Print why update number `step`, from 0, was skipped."""
         self.skipped += 1
-        self.print(f"{self.step_of(self.number(step))} | update skipped: {reason}")
+        self.print(f"{self.step_of(step + self.counts_from)} | update skipped: {reason}")
 
     def end(self):
-        """Print the last lines of a complete run."""
         self.erase()
         if self.skipped:
             print(f"updates skipped: {self.skipped}")
@@ -143,21 +138,12 @@ class Console:
         total = str(self.settings.steps)
         return f"step {done:>{len(total)}}/{total}"
 
-    def time_left(self, seconds):
-        """Seconds left at the pace so far, which includes validation but not the first update, a warm-up."""
-        now, before = time.perf_counter(), self.done - self.loop.begin - 1  # updates since the first one
-        if before == 0:
-            self.timed_from = now
-        pace = (now - self.timed_from) / before if before else seconds
-        return pace * (self.settings.steps - self.done)
-
     def wait_for(self, what):
         """Show in the bar what the run is doing now."""
         if self.bar:
             self.bar.set_description_str(what)
 
     def print(self, line):
-        """Print a line above the bar."""
         with self.loop.interruption.output():
             (self.bar.write if self.bar else print)(line)
 
@@ -186,11 +172,10 @@ class LlmcLines(Console):
     def validation(self, step, loss):
         print(f"val loss {loss:f}")
 
-    def overfits(self, step, lowest, at):
-        pass
-
     def training_line(self, step, update, learning_rate, left):
         return f"step {step}: train loss {update.loss:f} (took {update.seconds * 1000:f} ms)"
 
-    def print_end(self, steps):
-        pass
+    def nothing(self, *_):
+        """The program has no such lines."""
+
+    overfits = print_end = nothing

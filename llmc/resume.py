@@ -7,11 +7,14 @@ import os
 import re
 import shlex
 import sys
+import zlib
+
+import numpy as np
 
 from llmc.checkpoint import (padded, rank_path, read_model, read_optimizer_state, without_padding, write_model,
                              write_optimizer_state)
 from llmc.errors import DIVERGED, UserError
-from llmc.files import file_crc, open_input, replacing
+from llmc.files import open_input, replacing
 from llmc.single_process import SINGLE_PROCESS
 from llmc.tensors import check_finite
 from llmc.tokenizer import read_tokenizer
@@ -47,9 +50,8 @@ def model_file(path):
 
 def save_checkpoint(directory, config, params, owned, progress, notes=None, version=3, ranks=SINGLE_PROCESS):
     """Write a checkpoint. Every rank writes its state; rank 0 also the model (only it needs `params`) and, when all
-    ranks have written, the marker. Raises UserError on all ranks, and leaves no file of this step, when weights or
-    moments are not finite or a rank's disk is full. notes: what else the run needs to continue as before, for JSON.
-    version: of the model, 3 (float32) or 5 (bfloat16)."""
+    have written, the marker. Raises UserError on all ranks, and leaves no file of this step, when weights or moments
+    are not finite or a disk is full. notes: what else a resumed run needs, for JSON. version: of the model, 3 or 5."""
     model, state, marker = checkpoint_paths(directory, progress.step)
     state = rank_path(state, ranks.rank)
 
@@ -60,8 +62,7 @@ def save_checkpoint(directory, config, params, owned, progress, notes=None, vers
 
     def write_marker():
         with replacing(marker) as f:
-            if notes:
-                f.write(json.dumps(notes, indent=1).encode() + b"\n")
+            f.write(json.dumps(notes, indent=1).encode() + b"\n" if notes else b"")
 
     ranks.attempt(check)
     try:
@@ -105,10 +106,9 @@ def find_checkpoint(settings):
 
 
 def read_start(settings, first_step, tokenizer, architecture):
-    """Return (config, params, their file or -e's name) of the model that a run begins with: of its checkpoint at
-    first_step or, if that is None, of -e. Raises UserError if T or the tokenizer does not fit the model.
-    A model with random weights, like d12, has the vocabulary size of the tokenizer or, without one, of GPT-2, and the
-    run's T as its maxT: positions beyond it would never be trained."""
+    """(config, params, their file or -e's name) of the model that a run begins with: of its checkpoint at first_step
+    or, if that is None, of -e. Random weights have the vocabulary size of the tokenizer, or GPT-2's, and the run's T as
+    maxT: positions beyond it would never be trained. Raises UserError if T or the tokenizer does not fit the model."""
     V, start, made = len(tokenizer.tokens) if tokenizer else 50257, settings.model, None
     if first_step is not None:
         start, _, marker = checkpoint_paths(settings.output_dir, first_step)
@@ -153,7 +153,7 @@ def restore(settings, owned, step, loader, random):
     whether the state has float32 weights; raises UserError for damaged files, and for flags unlike the first run's."""
     model, state, marker = checkpoint_paths(settings.output_dir, step)
     progress, has_exact = read_optimizer_state(state, owned, hint=go_back(marker))
-    if progress.model_crc not in (None, file_crc(model)):
+    if progress.model_crc not in (None, zlib.crc32(np.memmap(model, np.uint8, "r"))):
         raise UserError(f"{state}: {model} is not the model that it was saved with (another CRC-32); {go_back(marker)}")
     if progress.position is None:
         progress = progress._replace(position=loader.position)
@@ -178,13 +178,11 @@ def restore(settings, owned, step, loader, random):
 
 
 def go_back(marker):
-    """The hint for a damaged checkpoint."""
     return f"remove {marker} to resume from the checkpoint before it"
 
 
 def stopped(settings, number, has_launcher=False):
-    """Print how to resume a run that a signal has stopped. number: of the last printed line, or None; has_launcher:
-    whether torchrun, say, started it, whose command line is not known here."""
+    """Print how to resume a run. number: of the last line, or None; has_launcher: the command line is not known."""
     if not settings.output_dir:
         how = "nothing was saved: there is no -o DIR"
     elif has_launcher:

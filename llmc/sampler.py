@@ -64,9 +64,8 @@ class Choice(NamedTuple):
 
 
 class Writer:
-    """Prints each id at once, as text or, without a tokenizer, as a number. A character that spans several tokens is
-    printed when it is complete. Control characters are stripped, and marks that change the direction of text. (llm.c
-    prints only ASCII of single bytes, and loses GPT-2's typographic quotes.)"""
+    """Prints each id at once, as text or, without a tokenizer, as a number; a character of several tokens, once it is
+    complete. Control characters are stripped, and marks that change the direction of text."""
 
     STRIPPED = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
     left_out = b""  # SentencePiece's space before the first word
@@ -87,9 +86,8 @@ class Writer:
 
 def draw(decoder, prompt, count, randoms, choice, want_logprobs=False):
     """Draw `count` tokens after prompt (1, T) int32, in one sequence for each of `randoms`. Yields, for each position,
-    the ids (B,) int32, and their log-probabilities (B,) under the model or None.
-    decoder: logits(tokens (B, t), position of the first) -> logits (B, V) of the next token. Beyond its T positions, it
-    starts over from the last T/2 tokens."""
+    the ids (B,) int32, and their log-probabilities (B,) or None. decoder: logits(tokens (B, t), position of the first)
+    -> logits (B, V) of the next token. Beyond its T positions, it starts over from the last T/2 tokens."""
     B, T = len(randoms), prompt.shape[1]
     tokens = np.empty((B, T + count), np.int32)
     tokens[:, :T] = prompt

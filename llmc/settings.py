@@ -12,7 +12,21 @@ from typing import ClassVar
 
 from llmc.errors import Parser, UserError
 from llmc.files import HELLASWAG
-from llmc.llmc_flags import from_llmc
+
+RENAMED = {  # llm.c's flags that are written otherwise here: doc/formats.md has a table of all
+    "-h": "--hellaswag", "-r": "--recompute", "-f": "--tf32", "-w": "--master_weights", "--input_bin": "-i",
+    "--input_val_bin": "-j", "--output_dir": "-o", "--val_loss_every": "-v", "--val_max_steps": "-m",
+    "--num_iterations": "-x", "--warmup_iters": "-u", "--learning_rate_decay_frac": "-q",
+}  # fmt: skip
+WHOLE = {"-x": 0, "-d": 0, "-m": 2**31 - 1}  # what -1 means: one epoch; a batch on each GPU; all validation data
+NOTHING_TO_SET = {
+    "-ge": "GELU is always fused", "-lg": "nvidia-smi shows a GPU's state", "--dtype": "a CPU run is in float32",
+    "-r": "on a CPU, nothing is recomputed", "-f": "a CPU has no TF32", "-w": "on a CPU, weights are float32",
+    "--write_tensors": "export_weights.py writes them",
+    **dict.fromkeys(("-z", "--zero_stage"), "the optimizer's state is always shared among the GPUs"),
+    **dict.fromkeys(("--compile", "--tensorcores", "--flash"), "it is PyTorch's"),
+    **dict.fromkeys(("-pn", "-pr", "-pg", "-pm", "-ps", "-pf"), "torchrun, mpirun or srun says which process this is"),
+}  # fmt: skip
 
 
 def option(default, *flags, group, help, **argparse_options):
@@ -22,7 +36,7 @@ def option(default, *flags, group, help, **argparse_options):
 
 
 def with_default(settings_class, name, default, help=None):
-    """Copy a field of a settings class, with another default and perhaps another help text."""
+    """A field of a settings class, with another default and perhaps another help text."""
     metadata = settings_class.__dataclass_fields__[name].metadata
     return dataclasses.field(default=default, metadata={**metadata, "help": help or metadata["help"]})
 
@@ -100,7 +114,6 @@ class Settings:
     FROM_SCRATCH: ClassVar = dict(
         B=16, shuffle=1, spread=1, steps=1000, schedule="cosine", beta2=0.95, weight_decay=0.1, grad_clip=1.0,
         val_every=100, val_batches=20, sample_every=200, sample_tokens=200, final_reports=1, print_every=10)
-
     gpus: ClassVar = 1
     given: ClassVar = None  # with from_scratch's defaults: the fields that the command line sets
 
@@ -120,30 +133,14 @@ class Settings:
         return {**cls.FROM_SCRATCH, "learning_rate": 0.0072 / max(1, depth),
                 "warmup_steps": min(100, steps // 10) if steps else 100}
 
-    @property
-    def output_dir(self):
-        """The run's directory, or None when -o is absent or names a .log file."""
-        return self.output if self.output and not self.output.endswith(".log") else None
-
-    @property
-    def micro_steps(self):
-        """Batches whose gradients are averaged for one update, on all GPUs together."""
-        return max(self.gpus, self.total_batch_size // (self.B * self.T))
-
-    @property
-    def update_tokens(self):
-        """Tokens in an update, on all GPUs together."""
-        return self.B * self.T * self.micro_steps
-
-    @property
-    def needs_norm(self):
-        """Whether each update computes the gradient norm."""
-        return bool(self.grad_clip or self.output_dir or self.skips_outliers)
-
-    @property
-    def skips_outliers(self):
-        """Whether an update may be skipped: see outliers.py."""
-        return bool(self.skip_loss_zscore or self.skip_norm_zscore)
+    # the run's directory, or None when -o is absent or names a .log file
+    output_dir = property(lambda self: self.output if self.output and not self.output.endswith(".log") else None)
+    # batches whose gradients are averaged for one update, and tokens in one, on all GPUs together
+    micro_steps = property(lambda self: max(self.gpus, self.total_batch_size // (self.B * self.T)))
+    update_tokens = property(lambda self: self.B * self.T * self.micro_steps)
+    # whether an update may be skipped (see outliers.py); whether each update computes the gradient norm
+    skips_outliers = property(lambda self: bool(self.skip_loss_zscore or self.skip_norm_zscore))
+    needs_norm = property(lambda self: bool(self.grad_clip or self.output_dir or self.skips_outliers))
 
     def check(self):
         """Raise UserError for an impossible value."""
@@ -177,6 +174,30 @@ def flag_of(settings, name):
 def field_flags(field):
     flags = field.metadata["flags"]
     return flags if any(flag.startswith("--") for flag in flags) else (*flags, f"--{field.name}")
+
+
+def from_llmc(argv, known):
+    """Return a command line with llm.c's flags as ours, and print a note on each that has no counterpart here. known:
+    the page's own flags. (-h without a number asks for help, as everywhere.)"""
+    words, rest = [], list(argv)
+    while rest:
+        flag, value = rest.pop(0), rest[0] if rest else ""
+        if RENAMED.get(flag) in known and (flag != "-h" or value.isdigit()):
+            flag = RENAMED[flag]
+        if flag == "-e" and (size := re.fullmatch(r"gpt([23]):(.*)", value)):
+            if size[1] == "3":
+                raise UserError(f"-e {value}: expected d6, d12 or d24, for c384, c768 or c1024, and -t 2048")
+            value = size[2]
+        if flag in NOTHING_TO_SET and flag not in known:
+            if value != "0" and os.environ.get("RANK", "0") == "0":
+                print(f"note: {flag} {value}: {NOTHING_TO_SET[flag]}", file=sys.stderr)
+            del rest[:1]
+            continue
+        words.append(flag)
+        if rest and flag in known and known[flag].nargs is None:  # it takes a value, perhaps one like -1
+            words.append(str(WHOLE[flag]) if value == "-1" and flag in WHOLE else value)
+            del rest[0]
+    return words
 
 
 def parse_settings(settings_class, description, argv=None):

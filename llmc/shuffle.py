@@ -1,8 +1,6 @@
-"""The order in which a run reads its data, the same as llm.c's.
-
-Sample i of a shard is its B*T+1 tokens from token i*B*T on, the batch of one micro-step. An epoch reads each sample of
-each shard once: in order, or shuffled, with the shards permuted for each epoch and the samples for each shard.
-Positions count the micro-steps of all GPUs together, so that they mean the same on any number of GPUs."""
+"""The order in which a run reads its data, llm.c's. Sample i of a shard is its B*T+1 tokens from token i*B*T on, the
+batch of one micro-step. An epoch reads each sample of each shard once: in order, or shuffled, with the shards permuted
+for each epoch and the samples for each shard. Positions count the micro-steps of all GPUs together."""
 
 from typing import NamedTuple
 
@@ -11,6 +9,9 @@ import numpy as np
 from llmc.errors import UserError
 
 SEED = 42  # llm.c's
+# In a state file: u64 number of shards, int32 each; u64 number of samples, int32 each; the generator, llm.c's struct.
+# `left` is the number of unused words of the state plus 1: at 1, the next draw generates a new state.
+MT19937 = np.dtype([("seed", "<u8"), ("left", "<i4"), ("next", "<u4"), ("state", "<u4", 624), ("matrix", "<u4", 2)])
 
 
 class Shuffle(NamedTuple):
@@ -75,13 +76,6 @@ def samples_from(position, counts):
         shard, sample = (shard + 1) % len(counts), 0
         if shuffle is not None:
             shuffle = next_shuffle(shuffle, shard, counts)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# in a state file: u64 number of shards, int32 each; u64 number of samples, int32 each; the generator, llm.c's struct
-
-# `left` is the number of unused words of the state plus 1: at 1, the next draw generates a new state.
-MT19937 = np.dtype([("seed", "<u8"), ("left", "<i4"), ("next", "<u4"), ("state", "<u4", 624), ("matrix", "<u4", 2)])
 
 
 def write_shuffle(f, shuffle):

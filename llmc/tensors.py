@@ -22,14 +22,9 @@ class Row(NamedTuple):
     early: bool = False  # its gradient is complete before the layers' are: several GPUs send it then
     ones: bool = False  # initialized to ones; in bfloat16 always rounded stochastically: see kernels/update.cu
 
-    @property
-    def stored_as(self):
-        """The NumPy dtype. NumPy has no bfloat16: such a tensor is an array of its bits, uint16."""
-        return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
-
-    @property
-    def size(self):
-        return math.prod(self.shape)
+    size = property(lambda self: math.prod(self.shape))
+    # the NumPy dtype. NumPy has no bfloat16: such a tensor is an array of its bits, uint16
+    stored_as = property(lambda self: np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype))
 
     def bytes(self, align=1):
         """Rounded up to a multiple of `align`."""

@@ -12,10 +12,9 @@ NUMPY_WAS_FIRST = "numpy" in sys.modules and "OPENBLAS_THREAD_TIMEOUT" not in os
 
 
 def configure_openblas():
-    """Set two variables that OpenBLAS reads when NumPy loads it, unless the user has set them. After a matmul, its
-    threads spin for 26 ms, on cores that the next element-wise loops need; 2^12 cycles are enough to catch the next
-    matmul of a series. It picks its kernels by CPU model: for one that it does not know (a new AMD), Haswell's: AVX2,
-    half the speed. The SkylakeX kernels are AVX-512, for any CPU that has all the instructions they use."""
+    """Set two variables that OpenBLAS reads when NumPy loads it, unless the user has. After a matmul, its threads spin
+    for 26 ms, on cores that the next element-wise loops need; 2^12 cycles are enough for a series of matmuls. For a CPU
+    that it does not know (a new AMD), it picks Haswell's kernels: AVX2, half the speed of SkylakeX's, AVX-512."""
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "12")
     if "OPENBLAS_CORETYPE" in os.environ or platform.machine() != "x86_64" or not os.path.exists("/proc/cpuinfo"):
         return

@@ -17,6 +17,9 @@ from llmc.tokenizer import FOLDER_FILES, Tokenizer, read_tokenizer, write_tokeni
 
 EOT = "<|endoftext|>"
 GPT2_SHA256 = "f2da4ff514c07861464f0fa0120eca6a6137f0008fa0c43209b6b796c32fab99"  # of GPT-2's tokens in a row
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # Latin-1's; others are characters from U+0100 on
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+LETTERS = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
 class Vocabulary(Tokenizer):
@@ -24,20 +27,9 @@ class Vocabulary(Tokenizer):
 
     unknown = None  # the id of what the vocabulary lacks, if it has one
     prefix = ""  # of the paths of a Hugging Face folder's files
-
-    @property
-    def stops(self):
-        """The ids that end a text."""
-        return {self.eot}
-
-    @property
-    def special(self):
-        """The ids that are not text."""
-        return {self.eot}
-
-    @functools.cached_property
-    def is_gpt2(self):
-        return hashlib.sha256(b"".join(self.tokens)).hexdigest() == GPT2_SHA256
+    stops = property(lambda self: {self.eot})  # the ids that end a text
+    special = property(lambda self: {self.eot})  # the ids that are not text
+    is_gpt2 = functools.cached_property(lambda self: hashlib.sha256(b"".join(self.tokens)).hexdigest() == GPT2_SHA256)
 
     def encode(self, text, begin=True):
         """The ids of a text, a list; begin: after the token that begins one, if there is such a token. Names of special
@@ -67,9 +59,7 @@ def valid(text):
 class Letters(Vocabulary):
     """Bytes or characters as tokens."""
 
-    @functools.cached_property
-    def ids(self):
-        return {token: id for id, token in enumerate(self.tokens) if id != self.eot}
+    ids = functools.cached_property(lambda self: {token: i for i, token in enumerate(self.tokens) if i != self.eot})
 
     def of_letter(self, letter):
         """A character's id, or those of its bytes."""
@@ -117,9 +107,8 @@ class Folder(Vocabulary):
     WINDOW, MARGIN = 1 << 18, 1 << 11  # characters of a long text that are encoded at a time, with more on both sides
 
     def __init__(self, path, eot=None):
-        """path: of a folder's tokenizer.json. eot, which separates documents, is the token that begins a text or, in
-        vocabularies without one, the token that ends it (the argument, if no file beside it names one). Raises
-        UserError for a file that cannot be read, or if nothing says which token ends a text."""
+        """path: of a tokenizer.json. eot, which separates documents, is the token that begins a text or, without one,
+        the token that ends it: the argument, if no file names one. Raises UserError for a file that cannot be read."""
         with open_input(path, "expected gpt2, bytes, chars, a run or a Hugging Face folder with a tokenizer.json") as f:
             text = f.read().decode(errors="replace")
         tokenizers = import_package("tokenizers", "a vocabulary of Hugging Face")
@@ -212,23 +201,11 @@ def read_object(path):
     return found
 
 
-def bytes_to_letters():
-    """Return {byte: its character in a byte-level tokenizer}: printable Latin-1, or U+0100 and up for other bytes."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
-
-
-LETTERS = {letter: byte for byte, letter in bytes_to_letters().items()}
-
-
 def open_vocabulary(name, characters=""):
-    """Return the Vocabulary of a name, to tokenize text with. gpt2: 50257 tokens, which tiktoken downloads once; bytes:
-    the 256 byte values and end of text; chars: the given characters, sorted, and end of text; else that of a Hugging
-    Face folder or of a run. Raises UserError if it cannot be had."""
+    """The Vocabulary of a name. gpt2: 50257 tokens, which tiktoken downloads once; bytes: the 256 values; chars: the
+    given characters, sorted; else that of a Hugging Face folder or a run. Raises UserError if it cannot be had."""
     if name in ("bytes", "chars"):
-        letters = sorted(set(characters)) if name == "chars" else None
-        tokens = [bytes([byte]) for byte in range(256)] if letters is None else [letter.encode() for letter in letters]
+        tokens = [*map(str.encode, sorted(set(characters)))] if name == "chars" else [bytes([b]) for b in range(256)]
         return Letters([*tokens, EOT.encode()], len(tokens))
     if name == "gpt2":
         tiktoken = import_package("tiktoken", "GPT-2's vocabulary")
@@ -237,9 +214,7 @@ def open_vocabulary(name, characters=""):
         except (OSError, ValueError) as error:  # requests' are OSErrors
             raise UserError(f"GPT-2's vocabulary could not be downloaded ({reason(error)}): set TIKTOKEN_CACHE_DIR to a"
                             " directory that holds it, or use another (prepro_text.py --vocabulary bytes)") from None
-        found = Gpt2([*map(encoding.decode_single_token_bytes, range(encoding.n_vocab))], encoding.eot_token)
-        found.encoding = encoding
-        return found
+        return Gpt2([*map(encoding.decode_single_token_bytes, range(encoding.n_vocab))], encoding.eot_token)
     paths = encodes, tokens = [os.path.join(name, file) for file in ("tokenizer.json", "tokenizer.bin")]
     found = read_vocabulary(tokens) if [*map(os.path.exists, paths)] == [False, True] else Folder(encodes)
     found.encode("")  # raises UserError for another model's tokens without its tokenizer.json
@@ -258,8 +233,8 @@ def read_vocabulary(path):
     """Return the Vocabulary of a tokenizer file, with the tokenizer.json beside it if its tokens need one."""
     found = Vocabulary(*vars(read_tokenizer(path)).values())
     encodes = f"{os.fspath(path).removesuffix('tokenizer.bin')}tokenizer.json"
-    if all(len(token) == 1 or len(token.decode(errors="surrogateescape")) == 1
-           for id, token in enumerate(found.tokens) if id != found.eot):
+    letters = [token for id, token in enumerate(found.tokens) if id != found.eot]
+    if all(len(letter.decode(errors="surrogateescape")) == 1 for letter in letters):
         found = Letters(found.tokens, found.eot, path)
     elif os.path.lexists(encodes):
         folder = Folder(encodes, found.eot)
@@ -284,16 +259,14 @@ def save_vocabulary(path, vocabulary, version=2):
 
 
 def load_vocabulary(model, V, path=None):
-    """Return the Vocabulary of a model with V tokens; None, with a warning, if there is none. It is read from the file
-    `path`; else from beside the model: the NAME_tokenizer.bin of export_weights.py, a run's tokenizer.bin, a Hugging
-    Face folder's tokenizer.json or, if V is its size or that padded, gpt2_tokenizer.bin or bytes_tokenizer.bin. It has
-    fewer than V tokens if the model is padded, to a multiple of 8 or more."""
+    """The Vocabulary of a model with V tokens, fewer if the model is padded; None, with a warning, if there is none.
+    path: its file, else beside the model: export_weights.py's NAME_tokenizer.bin, a run's tokenizer.bin, a Hugging Face
+    folder's tokenizer.json or, if V is its size or that padded, gpt2_tokenizer.bin or bytes_tokenizer.bin."""
     directory = model if os.path.isdir(model) else os.path.dirname(model)
     label = re.sub(r"^(gpt2|llama3)_|(_bf16)?\.bin$", "", os.path.basename(model))
     named, own, *shared = (os.path.join(directory, f"{of}tokenizer.bin") for of in (f"{label}_", "", "gpt2_", "bytes_"))
     path = path or next(filter(os.path.lexists, (named, own)), None)
-    encodes = f"{os.fspath(path or own).removesuffix('tokenizer.bin')}tokenizer.json"
-    if not path and os.path.lexists(encodes):
+    if not path and os.path.lexists(encodes := os.path.join(directory, "tokenizer.json")):
         found = Folder(encodes)
     else:
         sizes = {path: len(read_tokenizer(path).tokens) for path in filter(os.path.lexists, shared)} if not path else {}
