@@ -12,7 +12,7 @@ from lines import BUDGETS, closure, count, files, imports
 
 def test_a_cpu_run_loads_nothing_of_a_gpu():
     loaded = closure("train_gpt2.py")
-    assert not [path for path in loaded if path.startswith("llmc/gpu")] and sum(map(count, loaded)) <= 3089
+    assert not [path for path in loaded if path.startswith("llmc/gpu")] and sum(map(count, loaded)) <= 3000
     assert "llmc/loop.py" in loaded and "llmc/loop.py" in closure("train_gpt2_cuda.py")
 
 
