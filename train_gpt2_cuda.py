@@ -435,11 +435,11 @@ class AdamW:
     def __init__(self, matmul, settings, params, grads, shares, rank):
         """params, grads: flat; on several GPUs, grads is what was received; shares: this rank's part."""
         self.device, self.settings, self.params, self.grads = matmul.device, settings, params, grads
-        table, (chunks, self.ends, count) = self.table(settings, shares, rank), shares.chunks(rank)
+        table, (self.chunks, self.ends, count) = self.table(settings, shares, rank), shares.chunks(rank)
         self.master = self.sums = None
         state = views(table, cp.zeros(table_bytes(table, ALIGN), np.uint8), ALIGN)
         vars(self).update({name: getattr(state, name) for name in table})
-        self.groups, self.ranks = {"all": cp.asarray(chunks.view(np.uint8))}, shares.ranks
+        self.groups, self.ranks = {"all": cp.asarray(self.chunks.view(np.uint8))}, shares.ranks
         # losses, then norm partials; own: other ranks' are 0
         self.own_scalars = self.scalars = cp.zeros(settings.micro_steps + count * settings.needs_norm, np.float32)
         self.control = cp.zeros(STEP_CONTROL.itemsize, np.uint8)

@@ -195,15 +195,15 @@ class Muon(AdamW):
 
     def __init__(self, matmul, settings, params, grads, shares, rank):
         super().__init__(matmul, settings, params, grads, shares, rank)
-        chunks, first, rest = shares.chunks(rank)[0], *(CHUNKS.itemsize * end for end in self.ends[:2])
+        flat, (first, rest) = self.chunks["flat"], (CHUNKS.itemsize * end for end in self.ends[:2])
         self.groups["rest"] = self.groups["all"][first:rest]
         self.cublaslt = matmul.cublaslt or CublasLt(self.device, settings.precision, matmul.stream_workspace)
         self.newton_schulz = EXACT if settings.update_tokens >= 2**17 else FAST
         self.of_stacks = []  # (stack, its chunks, the number of its first element in this share)
         for stack in self.stacks(shares.table):
-            of_stack = (chunks["flat"] >= stack.begin) & (chunks["flat"] < stack.begin + stack.count * stack.size)
+            of_stack = (flat >= stack.begin) & (flat < stack.begin + stack.count * stack.size)
             first = np.int64(stack.pieces(shares, rank)[0].local)
-            self.of_stacks.append((stack, self.device.upload(chunks[of_stack].view(np.uint8)), first))
+            self.of_stacks.append((stack, self.device.upload(self.chunks[of_stack].view(np.uint8)), first))
 
     def update(self):
         self.update_of("rest")

@@ -235,8 +235,6 @@ class GpuModel(Model):
         self.model = open_trainer(architecture, gpu, self.config, params, self.settings)
 
     def draw(self, *arguments):
-        if not self.model.decoder:
-            raise UserError(f"{self.model.architecture.TITLE} has no kernels for text: load it without gpu=True")
         return self.model.decoder.draw(*arguments)
 
     def make_room(self, B, T):

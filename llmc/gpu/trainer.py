@@ -127,7 +127,7 @@ class Trainer(ForwardPasses):
     """A model in training: its weights, gradients and optimizer on the GPU. Everything is allocated here, once. Each of
     several GPUs computes the gradients of its own micro-batches, and updates its share of the weights."""
 
-    fp8 = decoder = None  # in a run of --dtype fp8, an Fp8; with text, a Decoder
+    fp8 = None  # in a run of --dtype fp8, an Fp8
 
     def __init__(self, architecture, config, settings, matmul, params, ranks=SINGLE_PROCESS, text=False):
         """architecture: a class like GPT2; params: float32 Tensors on the host; ranks: a Ranks; text: with a Decoder.
