@@ -31,7 +31,7 @@ SANITIZE ?= (3-97 and (C64x or C240x or C1600x)) or (grouped and 3-97 and (2-2 o
     or (grouped and 3-63 and (9-3-16 or 3-1-64 or 3-1-128) and not two) \
     or (swiglu and (129-64 or 130-72) and 2) or (forward_rope and 3-97 and (4-2-16 or 9-3)) \
     or (3-97 and (C240-V or C576) and (rmsnorm or rope or swiglu)) \
-    or (fp8 and (prepare or 97-208 or (129-208 and 2) or (attention_backward and 112)))
+    or (fp8 and (prepare or 97-208 or (129-208 and 2) or (attention_backward and 112))) or qknorm or (on_a_gpu and 16-97)
 
 help:
 	@echo "make train       train a small GPT-2 on the English in Python's standard library: three minutes, no download"
@@ -89,7 +89,7 @@ sanitize: $(ENVIRONMENT)
 	        $$([ $$tool = memcheck ] && echo --report-api-errors no) \
 	        $(PYTHON) -m pytest -q -x tests/test_kernels.py tests/test_matmul.py tests/test_decode.py \
 	        tests/test_grouped_attention.py tests/test_matmul_swiglu.py tests/test_llama_cuda.py \
-	        tests/test_fp8.py \
+	        tests/test_fp8.py tests/test_speedrun.py \
 	        -k "($(SANITIZE))$$([ $$tool = racecheck ] && echo ' and not 168-504')" || exit 1; \
 	done
 

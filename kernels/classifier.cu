@@ -221,7 +221,7 @@ __device__ inline void write_gradient_part(dlogit* row, const Packs& packs, int 
             for (int k = 0; k < PACK; k++) {
 #ifdef MODEL_CAP  // its own slope: of an unlikely target, nothing is kept
                 const float y = capped(target_logit);
-                if (v + k == target) x.x[k] = cap_slope(y) * (scaled_exp(y, offset, scale) - dloss);
+                if (v + k == target) x.x[k] = cap_slope(y) * (scaled_exp(y, offset, scale) * KEPT_SCALE - dloss);
 #else
                 if (v + k == target) x.x[k] -= dloss;
 #endif

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from types import SimpleNamespace
 
@@ -132,7 +133,8 @@ DEVICES = {}
 def matmul(gpu, request):
     """Of a model of C = 192 channels, or of request.param: with 160, some kernels have narrow tiles."""
     need("cuda-fp8")
-    config = dataclasses.replace(GPT2, C=getattr(request, "param", GPT2.C))
+    C = getattr(request, "param", GPT2.C)
+    config = dataclasses.replace(GPT2, C=C, NH=C // math.gcd(C, 64))
     key = "matmul", config.C
     if key not in DEVICES:
         device = Device(gpu, list(kernel_files(LAYERS, config, FP8, gpu.arch, "auto").values()),
