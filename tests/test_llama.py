@@ -19,7 +19,7 @@ from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import open_tokens
 from llmc.debugstate import check_tensor
 from llmc.errors import UserError
-from test_gpt2 import ADAMW_CHECK, SMOOTH, NumpyRun, Yardstick, judge_adamw, replay
+from test_gpt2 import ADAMW_CHECK, SMOOTH, NumpyRun, Yardstick, judge_update, replay
 from test_layers import SEVERAL_BLOCKS, SHAPES, assert_gradients, forward_of, nan, normal
 from test_verdict import after, before, first_wrong, random_case, scaled
 
@@ -101,7 +101,7 @@ def case(tied):
 @pytest.mark.parametrize("tied", (0, 1))
 def test_the_ladder(tied):
     *drawn, yardstick = case(tied)
-    assert yardstick.judge(replay(NumpyRun(*drawn, SMOOTH))) and judge_adamw(NumpyRun(*drawn, ADAMW_CHECK))
+    assert yardstick.judge(replay(NumpyRun(*drawn, SMOOTH))) and judge_update(NumpyRun(*drawn, ADAMW_CHECK))
 
 
 def heads_of(a, name):

@@ -23,7 +23,7 @@ from llmc.gpu.trainer import Trainer
 from llmc.tensors import allocate
 from train_gpt2 import Config
 from test_gpt2 import (ADAMW_CHECK, BACKENDS, E4M3, E5M2, GRADIENT, ROUNDOFFS, SMOOTH, WEIGHT, NoisyGPT2, NumpyRun,
-                       Yardstick, judge_adamw, need, precision_of, replay, starting_weights)
+                       Yardstick, judge_update, need, precision_of, replay, starting_weights)
 from test_fp8 import FP8, LAYERS, bytes_on_gpu, make_fp8
 from test_kernels import on_gpu
 
@@ -195,7 +195,7 @@ def first_wrong(capsys):
 
 
 def test_no_fault_is_no_fault():
-    assert case()[3].judge(replay(make())) and judge_adamw(make(ADAMW_CHECK))
+    assert case()[3].judge(replay(make())) and judge_update(make(ADAMW_CHECK))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -234,7 +234,7 @@ ADAMW_FAULTS = {  # what is wrong: changes of adamw_update's arguments
 @pytest.mark.parametrize("fault", ADAMW_FAULTS)
 def test_a_fault_in_adamw_is_red(fault, monkeypatch, capsys):
     monkeypatch.setattr(t, "adamw_update", before(lambda call, a: ADAMW_FAULTS[fault](a))(t.adamw_update))
-    assert not judge_adamw(make(ADAMW_CHECK)) and re.match("adamw [mvp] ", capsys.readouterr().out)
+    assert not judge_update(make(ADAMW_CHECK)) and re.match("update [mvp] ", capsys.readouterr().out)
 
 
 GPU_CONFIG = Config(maxT=96, V=391, L=2, NH=2, C=128, Vp=512)
@@ -328,7 +328,7 @@ def test_a_fault_in_a_kernel_is_red(fault, gpu, tmp_path, monkeypatch, capsys):
     params, x, y, yardstick = gpu_case(precision_of(backend), outlier=backend == "cuda-fp8")
     capsys.readouterr()
     if row == "adamw":
-        assert not judge_adamw(BACKENDS[backend](GPU_CONFIG, params, x, y, ADAMW_CHECK))
+        assert not judge_update(BACKENDS[backend](GPU_CONFIG, params, x, y, ADAMW_CHECK))
     else:
         assert not yardstick.judge(replay(BACKENDS[backend](GPU_CONFIG, params, x, y, SMOOTH)))
         assert first_wrong(capsys) == row
