@@ -818,6 +818,15 @@ def test_small_models_agree_with_pytorch(pair, vocabulary, B, T, backend):
     assert climb(*pair("d2", vocabulary, B, T), backend)
 
 
+def test_a_model_whose_logits_are_far_from_0():
+    """As a trained one's are: their sums drift."""
+    config, params = random_model("d2", VOCABULARIES["bytes"])
+    params.lnfb.fill(1.0)
+    params.wte[: config.V] -= 0.03
+    x, y = np.random.default_rng(1).integers(0, config.V, (2, 4, 33), dtype=np.int32)
+    assert Yardstick(config, params, x, y, "numpy").judge(replay(NumpyRun(config, params, x, y, SMOOTH)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, backend", [
     (name, backend) for name in ("l2", "untied") for backend in BACKENDS

@@ -6,20 +6,19 @@ Is the verdict of test_gpt2.py ever wrong? Runs it on drawn models, weights and 
     python dev/verdict.py --model llama3           # the same of Llama 3, on train_llama3.py; speedrun
     python dev/verdict.py --model d12 -n 10        # of GPT-2 124M, B=4, T=64, with new weights: two minutes each
 
-It prints a line per draw: sizes, standard deviation of the weights, and the largest error as a fraction of its
-tolerance, with its tensor; at the end, quantiles of these errors. If a draw fails, its rows are printed, and the exit
-status is 1.
+A line per draw: sizes, standard deviation of the weights, the largest error as a fraction of its tolerance, its tensor;
+at the end, quantiles. A draw that fails prints its rows; exit status 1.
 """
 
 import argparse
 import contextlib
+import functools
 import io
 
 import root  # noqa: F401  (it finds the modules)
 import numpy as np
 from tqdm import tqdm
 
-from export_weights import VOCABULARIES
 from llmc.checkpoint import padded
 from llmc.errors import UserError, run_main
 from llmc.tensors import allocate
@@ -40,9 +39,9 @@ def drawn(rng, config, table, B, T):
     return config, params, *rng.integers(0, config.V, (2, B, T), dtype=np.int32), std
 
 
-def draw(seed, HS_multiple=4, page=GPT2):
+def draw(seed, HS_multiple=None, page=GPT2):
     """Draw a GPT-2, or a speed run's GPT, and a batch: what `drawn` returns."""
-    rng = np.random.default_rng(seed)
+    rng, HS_multiple = np.random.default_rng(seed), HS_multiple or (4 if page is GPT2 else 8)
     while True:
         HS, NH, L = HS_multiple * int(rng.integers(1, 17)), int(rng.integers(1, 9)), int(rng.integers(1, 13))
         B, T, V = int(rng.integers(1, 8)), int(2 ** rng.uniform(0, 7.5)), int(50 * 2 ** rng.uniform(0, 5))
@@ -50,10 +49,6 @@ def draw(seed, HS_multiple=4, page=GPT2):
             break
     config = page.Config(max(T, 8), V, L, NH, HS * NH, padded(V))
     return drawn(rng, config, page.parameter_table(config), B, T)
-
-
-def draw_speedrun(seed, HS_multiple=8):
-    return draw(seed, HS_multiple, Speedrun)
 
 
 def draw_llama(seed, HS_multiple=2):
@@ -75,11 +70,11 @@ def draw_llama(seed, HS_multiple=2):
 
 def draw_d12(seed, HS_multiple=None):
     """Draw the same for GPT-2 124M as training begins, B=4, T=64."""
-    config, params = random_model("d12", VOCABULARIES["gpt2"], seed)
+    config, params = random_model("d12", 50257, seed)
     return config, params, *np.random.default_rng(seed).integers(0, config.V, (2, 4, 64), dtype=np.int32), 0.02
 
 
-DRAWS = {"gpt2": draw, "llama3": draw_llama, "speedrun": draw_speedrun, "d12": draw_d12}
+DRAWS = {"gpt2": draw, "llama3": draw_llama, "speedrun": functools.partial(draw, page=Speedrun), "d12": draw_d12}
 
 
 def judge(backend, config, params, x, y, std):
@@ -97,7 +92,7 @@ def judge(backend, config, params, x, y, std):
 def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0])
     parser.add_argument("--backend", choices=tuple(BACKENDS), default="numpy", help="the trainer under test")
-    parser.add_argument("--model", choices=tuple(DRAWS), default="gpt2", help="what to draw (d12: weights, tokens)")
+    parser.add_argument("--model", choices=tuple(DRAWS), default="gpt2", help="what to draw")
     parser.add_argument("-n", type=int, default=200, help="number of draws")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first draw; the next ones count up from it")
     args = parser.parse_args()
@@ -114,8 +109,8 @@ def main():
         if not okay:
             print(printed)
     median, most, largest = np.quantile(parts, (0.5, 0.99, 1.0))
-    quantiles = f"median {median:.2f}, 99 percent {most:.2f}, largest {largest:.2f}"
-    print(f"{args.backend}: {args.n} draws, {red} red; largest error as a part of what is allowed: {quantiles}")
+    print(f"{args.backend}: {args.n} draws, {red} red; largest error as a part of what is allowed: median {median:.2f},"
+          f" 99 percent {most:.2f}, largest {largest:.2f}")
     return int(red > 0)
 
 
