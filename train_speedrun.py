@@ -24,6 +24,7 @@ from llmc.errors import run_main
 from llmc.files import SPEEDRUN_MAGIC, make_header
 from llmc.settings import Settings, with_default
 from llmc.tensors import Row, allocate, layer, views
+from llmc.threads import parallel_blocks
 from train_gpt2 import (GPT2, Decoder, adamw_update, crossentropy_forward, crossentropy_softmax_backward,
                         encoder_backward, encoder_forward, main, matmul_backward, matmul_forward, residual_forward,
                         softmax_forward)
@@ -129,16 +130,8 @@ def activation_table(config, B, T):
 
 
 def scratch_table(config, B, T):
-    """name -> Row for the gradients of activations, as GPT-2's."""
-    NH, C = config.NH, config.C
-    return {
-        "dresidual": Row((B, T, C)),
-        "dbranch": Row((B, T, C)),
-        "dqkv": Row((B, T, 3 * C)),
-        "dfch": Row((B, T, 4 * C)),
-        "datt": Row((B, NH, T, T)),  # within attention_backward
-        "dlosses": Row((B, T)),
-    }
+    """GPT-2's, but for what attention_backward does in place."""
+    return {name: row for name, row in train_gpt2.scratch_table(config, B, T).items() if name != "dpreatt"}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -198,14 +191,23 @@ def relu2_backward(dinp, inp, dout, N):
 def cap_forward(logits, N):
     """logits (N,) = CAP * z / sqrt(z^2 + CAP^2), in place: nearly z for small z, always within +-CAP."""
     z = logits.reshape(N)
-    z /= np.sqrt(np.float32(1.0) + np.square(z * np.float32(1.0 / CAP)))
+
+    def block(start, stop):
+        z[start:stop] /= np.sqrt(np.float32(1.0) + np.square(z[start:stop] * np.float32(1.0 / CAP)))
+
+    parallel_blocks(block, N)
 
 
 def cap_backward(dlogits, logits, N):
     """dlogits (N,) *= the cap's slope, (1 - (logits / CAP)^2)^(3/2), from the capped logits (N,)."""
-    # y = z / s, s = sqrt(1 + z^2 / CAP^2): dy/dz = 1 / s^3, and 1 / s^2 = 1 - y^2 / CAP^2
-    square = np.maximum(np.float32(1.0) - np.square(logits.reshape(N) * np.float32(1.0 / CAP)), np.float32(0.0))
-    dlogits.reshape(N)[...] *= square * np.sqrt(square)
+    dlogits, logits = dlogits.reshape(N), logits.reshape(N)
+
+    def block(start, stop):
+        # y = z / s, s = sqrt(1 + z^2 / CAP^2): dy/dz = 1 / s^3, and 1 / s^2 = 1 - y^2 / CAP^2
+        square = np.maximum(np.float32(1.0) - np.square(logits[start:stop] * np.float32(1.0 / CAP)), np.float32(0.0))
+        dlogits[start:stop] *= square * np.sqrt(square)
+
+    parallel_blocks(block, N)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -234,8 +236,7 @@ def muon_update(param, m, grad, learning_rate, momentum, weight_decay, grad_scal
     """One Muon step on a matrix (rows, columns), param and m in place. https://kellerjordan.github.io/posts/muon/"""
     m += np.float32(1.0 - momentum) * (np.float32(grad_scale) * grad - m)
     # Nesterov's momentum looks a step ahead
-    u = np.float32((1.0 - momentum) * grad_scale) * grad + np.float32(momentum) * m
-    u = orthogonalize(u, *newton_schulz)
+    u = orthogonalize(np.float32((1.0 - momentum) * grad_scale) * grad + np.float32(momentum) * m, *newton_schulz)
     u *= np.float32(learning_rate * math.sqrt(max(1.0, param.shape[0] / param.shape[1])))
     param *= np.float32(1.0 - learning_rate * weight_decay)
     param -= u
@@ -332,8 +333,7 @@ class Speedrun(GPT2):
     forward_layers, Optimizer = staticmethod(forward_layers), Muon
 
     def attend(self, l, a):
-        c = self.config
-        attention_forward(a.atty, a.att, a.qkv, *self.inputs.shape, c.NH, c.NH, c.HS)
+        attention_forward(a.atty, a.att, a.qkv, *self.inputs.shape, self.config.NH, self.config.NH, self.config.HS)
 
     def head(self, tensors):
         return tensors.lm_head[: self.config.V]
