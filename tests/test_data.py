@@ -258,8 +258,7 @@ def test_text_that_is_refused(tmp_path, vocabulary_here, run_here, monkeypatch, 
     assert not list(tmp_path.glob("out/*")) and (tmp_path / name).read_bytes() == data
 
 
-@pytest.mark.parametrize("vocabulary, V", (("bytes", 257), ("chars", 5)))
-def test_numpy_alone_is_enough_for_own_text(tmp_path, vocabulary, V):
+def test_numpy_alone_is_enough_for_own_text(tmp_path):
     for path in Path(np.__file__).parent.parent.glob("numpy*"):  # numpy.libs, too
         (tmp_path / path.name).symlink_to(path)
 
@@ -270,13 +269,13 @@ def test_numpy_alone_is_enough_for_own_text(tmp_path, vocabulary, V):
 
     (tmp_path / "x.jsonl").write_text(1000 * (json.dumps({"text": 4 * "ääöü\n"}) + "\n"))
     (tmp_path / "x.log").write_text("s:0 trl:4.1\n")
-    done = [run("prepro_text.py", "x.jsonl", "--vocabulary", vocabulary, "--output", "x"),
+    done = [run("prepro_text.py", "x.jsonl", "--vocabulary", "chars", "--output", "x"),
             run("train_gpt2.py", "-e", "d2", "-i", "x", "-o", "run", "-t", 16, "-x", 80, "-g", 40),
             run("generate.py", "run", "--prompt", "ä", "--tokens", 14),
             run("evaluate.py", "run", "--data", "x", "--tokens", 500),
             run("export_weights.py", "--model", "run", "--output_dir", "out", "--debug_state", 0)]
     assert [(program.returncode, program.stderr) for program in done] == 5 * [(0, "")]
-    assert f"vocabulary of {V} tokens" in done[0].stdout and "tokenizer=x_tokenizer.bin" in done[1].stdout
+    assert "vocabulary of 5 tokens" in done[0].stdout and "tokenizer=x_tokenizer.bin" in done[1].stdout
     for sample in done[1].stdout.split("---\n")[1], done[2].stdout:
         assert len(re.findall("[äöü]", sample)) > 5 and not set(sample) - set("äöü\n\ufffd<|endoftext|>")
     assert "bits per byte" in done[3].stdout

@@ -76,18 +76,18 @@ def random_model(config, seed=0):
 # with no GPU
 
 
-FEW = MODELS[0], LLAMAS[0], LLAMAS[3], SPEEDRUNS[0]  # others: make test-124M
 MOST = *MODELS[:2], *LLAMAS[:2], *LLAMAS[3:5], *SPEEDRUNS
 
 
 @pytest.mark.parametrize("arch, precision, configs", [
-    ("sm_90a", "bf16", FEW), *(pytest.param(*case, MOST, marks=pytest.mark.large)
-                               for case in (("sm_75", "float32"), ("sm_80", "tf32"), ("sm_80", "bf16"),
-                                            ("sm_90a", "bf16"), ("sm_90a", "float32"), ("sm_100", "bf16")))],
+    ("sm_80", "tf32", MODELS[:1]), ("sm_90a", "bf16", (LLAMAS[0], SPEEDRUNS[0])),
+    *(pytest.param(*case, (*MOST, *DEEP[: 2 * (case[0] != "sm_75")]), marks=pytest.mark.large)
+      for case in (("sm_75", "float32"), ("sm_80", "tf32"), ("sm_80", "bf16"), ("sm_90a", "bf16"),
+                   ("sm_90a", "float32"), ("sm_100", "bf16")))],
     ids=lambda value: value if isinstance(value, str) else len(value))
 def test_kernels_compile_with_no_gpu(arch, precision, configs):
     precision = PRECISIONS[precision]
-    for config in (*configs, *(DEEP if configs is not FEW and arch != "sm_75" else ())):
+    for config in configs:
         geometry, shared = launch_geometry(config, precision, arch), SHARED.get(arch, SHARED["sm_90a"])
         vars(geometry).update(decode_geometry(architecture_of(config), config, precision, shared))
         for file in decode_files(architecture_of(config), config, precision, geometry):
