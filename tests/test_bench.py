@@ -118,7 +118,7 @@ def test_a_sweep_s_runs_table_and_picture(workplace, without_gpu, run_here):
 
 
 def test_ctrl_c_saves_and_the_same_sweep_goes_on(workplace, without_gpu, run_here):
-    flags = (*SWEEP, "-x", 600, "-l", "0.001,0.002")
+    flags = (*SWEEP, "-x", 300, "-l", "0.001,0.002")
     process = subprocess.Popen([sys.executable, str(ROOT / "dev" / "sweep.py"), *map(str, flags)], text=True,
                                stderr=subprocess.PIPE, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     first, until = Path("s/l=0.001/main.csv"), time.monotonic() + 60
@@ -128,9 +128,9 @@ def test_ctrl_c_saves_and_the_same_sweep_goes_on(workplace, without_gpu, run_her
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "stopped; to go on: python " in errors, errors
-    assert 0 < newest_checkpoint("s/l=0.001") < 600
+    assert 0 < newest_checkpoint("s/l=0.001") < 300
     run_here(sweep, *flags)
-    assert [newest_checkpoint(f"s/l=0.00{n}") for n in (1, 2)] == [600, 600]
+    assert [newest_checkpoint(f"s/l=0.00{n}") for n in (1, 2)] == [300, 300]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

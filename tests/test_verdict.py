@@ -207,6 +207,7 @@ def test_a_fault_in_a_layer_is_red(fault, monkeypatch, capsys):
     assert not yardstick.judge(replay(make())) and first_wrong(capsys) == row
 
 
+@pytest.mark.large
 def test_a_small_fault_at_export_s_own_shape(monkeypatch):
     """export_weights.py --model d2 --vocabulary bytes, B=4, T=64, where rounding hides more: many elements show it."""
     config, params = t.random_model("d2", 257)

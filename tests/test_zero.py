@@ -42,7 +42,7 @@ def test_every_element_has_one_owner(table):
     """And is in one chunk of its owner's, with a place in the share's buffers, and one for each rank's gradient among
     those that arrive, on all ranks from the same place on. 2, 4, 8 and 16 ranks have the chunks of one."""
     alone, fields = Shares(TABLES[table], 1, 0.1).chunks(0)[0], ["flat", "count", "index", "decay", "at_random"]
-    for ranks in (1, 2, 3, 4, 5, 7, 8, 11, 16):
+    for ranks in (1, 2, 3, 8, 11, 16):
         shares = Shares(TABLES[table], ranks, 0.1)
         owners, indices, total, arrives = np.zeros(shares.size, np.int8), [], None, {}
         for rank in range(ranks):
@@ -296,7 +296,7 @@ def test_a_timeline(workplace, start, fake_gpu, run_here, monkeypatch):
         assert (workplace / "timeline.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize("ranks", (1, 2, 3, 4, 8, 16))
+@pytest.mark.parametrize("ranks", (1, 3, 4, pytest.param(16, marks=pytest.mark.large)))
 def test_matrices_travel_to_one_rank_each_and_back(ranks):
     """Of a stack: what arrives, in the order in which it was sent, is whole matrices."""
     shares = Shares(train_speedrun.parameter_table(train_speedrun.Config(64, 257, 3, 3, 96, 384)), ranks)
