@@ -74,12 +74,9 @@ def test_prepro_hellaswag(tmp_path, vocabulary_here, run_here, monkeypatch):
 
 
 @pytest.mark.parametrize("line, word", (
-    ("not JSON", "JSONDecodeError"), ("[]", "TypeError"), ('{"ctx": "a"}', "endings"),
+    ("not JSON", "JSONDecodeError"), ('{"ctx": "a"}', "endings"),
     ('{"ctx": "a", "endings": ["b", "c"], "label": 0}', "2 endings"),
     ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', "label 4"),
-    ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1.5}', "label 1.5"),
-    ('{"ctx": "a", "endings": ["b", "c", "d", 5], "label": 1}', "not text"),
-    ('{"ctx": "a", "endings": "abcd", "label": 1}', "not text"),
     ('{"ctx": null, "endings": ["b", "c", "d", "e"], "label": 1}', "not text")))
 def test_prepro_hellaswag_refuses_other_lines(tmp_path, vocabulary_here, run_here, line, word):
     path = tmp_path / "x.jsonl"
@@ -115,8 +112,6 @@ def test_prepro_mmlu(workplace, vocabulary_here, run_here, results):
     assert found["mmlu"] == found["hellaswag"] and found["mmlu"]["examples"] == 2
     pack({"data/test/x_test.csv": "a,b\n"})
     run_here(mmlu, "--input", "data.tar", fails=("x_test.csv:1: ['a', 'b'], expected a question",))
-    pack({})
-    run_here(mmlu, "--input", "data.tar", fails=("0 examples",))
     run_here(mmlu, "--input", "gpt2_124M.bin", fails=("not MMLU's data.tar",))
 
 
@@ -132,10 +127,9 @@ def test_a_file_is_read_whole_or_refused(examples):
 
     faults = [("magic", put(0, 1, 0)), ("version 3", put(2, 3, 0)), ("with 0 examples", put(4, 0, 0)),
               ("record 60 of 61", put(4, 61, 0)), ("token id 300, expected 0 to 256", put(6, 300)),
-              ("record 59 of 60", data[:-2]), ("2 or 4 bytes a number", data[:-1]),
-              ("after the last record", data + b"\0\0"), ("1024-byte header", data[:1000])]
-    slots = ((0, 1), (1, 9), (1, 0), (1, 60000), (2, 5), (3, 4), (4, 3), (5, 0), (5, 60000))
-    for what, changed in faults + [("record 0 of 60", put(*slot)) for slot in slots]:
+              ("record 59 of 60", data[:-2]), ("after the last record", data + b"\0\0"),
+              ("1024-byte header", data[:1000]), ("record 0 of 60", put(1, 9)), ("record 0 of 60", put(3, 4))]
+    for what, changed in faults:
         Path("x.bin").write_bytes(changed)
         with pytest.raises(UserError, match=f"x.bin: .*{what}"):
             read_examples("x.bin", SMALL.V)

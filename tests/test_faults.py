@@ -113,10 +113,9 @@ def test_tokenizer_faults(workplace):
     path = workplace / "gpt2_tokenizer.bin"
     good = path.read_bytes()
     for words, data, header in (("1000 bytes, expected a tokenizer with a 1024-byte header", good[:1000], {}),
-            ("vocabulary of 257", good[:1024], {}), ("is damaged", good[:1024] + b"\x00" + good[1025:], {}),
-            ("of 257 tokens", good[:-1], {}), ("of 257 tokens", good + b"x", {}), ("version 3", good, dict(h1=3)),
-            ("vocabulary of 0", good, dict(h2=0)), ("vocabulary of -1", good, dict(h2=-1)),
-            ("vocabulary of 2147483647", good, dict(h2=2**31 - 1)), ("end of text 257", good, dict(h3=257))):
+            ("is damaged", good[:1024] + b"\x00" + good[1025:], {}), ("of 257 tokens", good[:-1], {}),
+            ("of 257 tokens", good + b"x", {}), ("version 3", good, dict(h1=3)), ("vocabulary of 0", good, dict(h2=0)),
+            ("end of text 257", good, dict(h3=257))):
         path.write_bytes(data)
         patch_header(path, **header)
         pytest.raises(UserError, read_tokenizer, path).match(words)
@@ -265,20 +264,15 @@ def test_damaged_checkpoints_and_logs(workplace, train):
     fails(state, "bytes, expected", f"remove {marker}", data=good[:-1])
     fails(state, "is a GPT-2 checkpoint", h0=MODEL_MAGIC)
     fails(state, "version 2", h1=2)
-    fails(state, "rank 0 of 4", h2=4)
-    fails(state, "data order", h5=1)
     fails(state, "--spread 1", "expected", "--spread 0", h42=1)
     fails(state, "step 5", h10=5)
     fails("batch 9999", h32=9999)
     fails(state, "the optimizer's m: tensor wte", f"remove {marker}", h256=0x7FC00000)  # NaN, first in m
-    infinity_in_v = {f"h{256 + (len(good) - 1024) // 8}": 0x7F800000}
-    fails(state, "the optimizer's v: tensor wte", f"remove {marker}", **infinity_in_v)
-    for name in ("main.csv", "main.log"):
-        Path("run", name).rename(name)
-        Path("run", name).write_text("notes\n")
-        fails(name, "not a training log")
-        assert Path("run", name).read_text() == "notes\n"
-        Path(name).rename(f"run/{name}")
+    Path("run", "main.csv").rename("main.csv")
+    Path("run", "main.csv").write_text("notes\n")
+    fails("main.csv", "not a training log")
+    assert Path("run", "main.csv").read_text() == "notes\n"
+    Path("main.csv").rename("run/main.csv")
     header = np.frombuffer(good, "<i4", 256)
     assert header[43] == 1 and header[44:45].view("<u4")[0] == zlib.crc32(good_model)
     for bad in (Path(checkpoint_paths("run", 1)[0]).read_bytes(), good_model[:-1] + bytes([good_model[-1] ^ 1])):
@@ -286,18 +280,6 @@ def test_damaged_checkpoints_and_logs(workplace, train):
         fails(state, model, "CRC-32", f"remove {marker}")
     patch_header(state, h43=0, h44=0)
     assert "resuming at step 2" in train(*again, check=True).stdout
-    os.unlink("run/DONE_00000003")
-    os.mkfifo("run/DONE_00000003")
-    assert_one_line_error(train(*again), "a pipe", "remove run/DONE_00000003")
-
-
-@pytest.mark.parametrize("closed", (">&-", "2>&-", "<&- >&- 2>&-"))
-def test_closed_streams_are_dev_null(workplace, closed):
-    """Also for what the system opens next: no file may become the standard output."""
-    command = f"{sys.executable} {ROOT / 'train_gpt2.py'} -b 2 -t 8 -v 1 -s 1 -x 2 -o run {closed}"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "") and complete_checkpoints("run") == [2]
-    assert b"memory" not in b"".join(path.read_bytes() for path in Path("run").iterdir())
 
 
 def test_a_closed_pipe_is_quiet(workplace):

@@ -16,7 +16,7 @@ import prepro_text
 import test_gpt2
 import train_gpt2
 import train_llama3 as t
-from conftest import SMALL_LLAMA as CONFIG, random_params, remove_after
+from conftest import SMALL_LLAMA as CONFIG, remove_after
 from llmc import vocabulary
 from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import open_tokens
@@ -256,11 +256,10 @@ def test_transformers_computes_the_same(folder, tmp_path, changes):
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
     ({"quantization_config": {"bits": 8}}, "quantization_config is {'bits': 8}, expected None"),
     ({"logits_scaling": 8}, "logits_scaling is 8"), ({"layer_types": ["chunked"]}, "layer_types has 'chunked'"),
-    ({"max_position_embeddings": np.inf}, "OverflowError"), ({"is_causal": False}, "is_causal is False"),
     ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "of whole heads"),
     ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type is 'linear'"),  # beside rope_parameters
     ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding_window is 4096"),
-    ({"num_key_value_heads": 3}, "NKV=3"), ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5"),
+    ({"num_key_value_heads": 3}, "NKV=3"),
     ({"intermediate_size": 48}, "mlp.down_proj.weight has shape"),
     ({"sliding_window": 4096, "use_cache": True, "rope_interleaved": False, "pad_token_id": 3,
       "tie_word_embeddings": True}, None)))
@@ -319,25 +318,6 @@ def test_a_vocabulary_of_hugging_face(folder, workplace, run_here, monkeypatch):
         assert prompt_ids(model, "--chat", "--prompt", "the cat") == list(asked["input_ids"])
         assert vocabulary.load_vocabulary(model, V).stops == {0}
     assert json.loads((workplace / "again" / "config.json").read_text())["eos_token_id"] == 0
-
-
-def test_damaged_headers(tmp_path):
-    """One line that names the file, or a model of the sizes that the header says: no other error."""
-    path, rng, refused = tmp_path / "x.bin", np.random.default_rng(5), 0
-    write_model(path, CONFIG, random_params(CONFIG))
-    good = np.fromfile(path, "<i4")
-    extremes = [0, 1, -1, 2, 3, 255, 2**16, 2**30, 2**31 - 1, -(2**31), 0x7FC00000, 0x7F800000, 0x3F800000]
-    for _ in range(300):
-        data = good.copy()
-        data[rng.choice([*range(1, 21), 256, 257, 258], 2, replace=False)] = rng.choice(extremes, 2)
-        data.tofile(path)
-        try:
-            config, params = read_model(path, t.Llama3)
-            assert config.fault() is None and params.qkvw.shape == (2, (config.NH + 2 * config.NKV) * config.HS, 48)
-        except UserError as error:
-            assert str(error).startswith(f"{path}: ")
-            refused += 1
-    assert 200 < refused < 300, "sizes are refused, constants in range are not"
 
 
 def test_a_debug_state(workplace, run_here):

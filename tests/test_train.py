@@ -36,7 +36,7 @@ from llmc.checkpoint import write_model
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.huggingface import halves
 from llmc.outliers import LOSS, RECENT, WINDOW, notes_on, read_recent, z_score
-from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint, stopped
+from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint
 from llmc.schedulers import learning_rate_at
 from llmc.settings import parse_settings, Settings
 from llmc.tensors import table_elements
@@ -359,12 +359,6 @@ def test_a_run_whose_output_nobody_reads_saves_first(workplace, kind):
         pass
     os.close(reader)
     assert process.wait(timeout=60) == 128 + signal.SIGHUP and newest_checkpoint("run") >= 3
-
-
-def test_where_no_command_resumes(capsys):
-    for output, words in (("run", "resume with the same command and -y 1\n"), ("", "nothing was saved")):
-        stopped(Settings(output=output), 3, has_launcher=True)
-        assert words in capsys.readouterr().err
 
 
 def test_z_scores_are_those_of_the_last_values():
