@@ -190,12 +190,6 @@ def test_a_vocabulary_of_the_text_or_of_a_run(tmp_path, prepare):
     tokens, tokenizer, _ = prepare("y.txt", "--vocabulary", "run", warns="lacks 2 characters of the text, such as"
                                    " 'f': of 1000 characters, 100 are lost")
     assert tokenizer == chars and text_of(tokens[1:], chars) == "the ca at the sea\n" * 50
-    letters = {letter: id for id, letter in enumerate("<the cas\n")}
-    model = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
-    model.save("run/tokenizer.json")
-    (tmp_path / "run" / "config.json").write_text('{"eos_token_id": 0}')
-    tokens, _, _ = prepare("y.txt", "--vocabulary", "run", warns="lacks 2 characters")
-    assert len(tokens) == 1 + 900
     pytest.raises(AssertionError, prepare, "y.txt", "--vocabulary", "bpe:x").match("expected bpe:512 or more")
 
 
@@ -300,21 +294,17 @@ def test_tinystories(tmp_path, vocabulary_here, monkeypatch, run_here, use_hub):
         val, train = (open_tokens(f"ts{processes}_{split}.bin", 50257).tolist() for split in ("val", "train"))
         assert [val, train] == [expected[0], expected[1] + expected[2]]
         assert len(read_tokenizer(f"ts{processes}_tokenizer.bin").tokens) == 50257
-    for shard, text, word in (("data01.json", '[{"title": "no story"}]', "'story'"), ("data00.json", "[]", "no stor")):
-        (tmp_path / "shards" / shard).write_text(text)
-        run_here(*command, "bad", "--processes", 1, fails=(shard, word))
+    (tmp_path / "shards" / "data01.json").write_text('[{"title": "no story"}]')
+    run_here(*command, "bad", "--processes", 1, fails=("data01.json", "'story'"))
     assert not list(tmp_path.glob("bad_*"))
     files = {"TinyStories_all_data.tar.gz": (tmp_path / "archive").read_bytes()}
-    right, wrong = (hub_pages("datasets/roneneldan/TinyStories", files, hashes)
-                    for hashes in ({}, dict.fromkeys(files, "0" * 64)))
-    for output, pages, home, fails in (
-            ("ts", right, "home", ()), ("again", None, "home", ()), ("other", wrong, "home2", ["SHA-256"]),
-            ("other", None, "home3", ("TinyStories_all_data.tar.gz", "--input DIR"))):
+    pages = hub_pages("datasets/roneneldan/TinyStories", files)
+    for output, home, online, fails in (("ts", "home", True, ()), ("again", "home", False, ()),
+                                        ("other", "home2", False, ("TinyStories_all_data.tar.gz", "--input DIR"))):
         with Server(pages) as server:
-            use_hub(server.url if pages else None, tmp_path / home)
+            use_hub(server.url if online else None, tmp_path / home)
             run_here(tinystories, "--processes", 1, "--output", output, fails=fails)
         assert fails or open_tokens(f"{output}_val.bin", 50257).tolist() == expected[0]
-    assert not list(tmp_path.glob("other*"))
 
 
 def test_a_killed_worker_is_noticed():

@@ -4,7 +4,6 @@ and every launch passes what its kernel takes."""
 
 import contextlib
 import os
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -92,20 +91,6 @@ def test_kernels_compile_with_no_gpu(arch, precision, configs):
         vars(geometry).update(decode_geometry(architecture_of(config), config, precision, shared))
         for file in decode_files(architecture_of(config), config, precision, geometry):
             compile_file(file, arch)
-
-
-@pytest.mark.parametrize("config", (*LLAMAS, *DEEP), ids=label)
-@pytest.mark.parametrize("arch, precision", (("sm_80", "float32"), ("sm_90a", "bf16")))
-def test_parts_of_a_sum(arch, precision, config):
-    """They cover the inner dimension, none is empty or longer than C, and a tile has room for one."""
-    precision = PRECISIONS[precision]
-    g = SimpleNamespace(**decode_geometry(Llama3, config, precision, SHARED[arch]))
-    size = 2 if precision.bf16 else 4
-    for IC, parts, width in ((config.Q, g.DECODE_ATT_PARTS, g.DECODE_ATT_WIDTH),
-                             (config.F, g.DECODE_FC_PARTS, g.DECODE_FC_WIDTH)):
-        assert (parts - 1) * width < IC <= parts * width and width <= config.C and width * size <= g.DECODE_ROW_BYTES
-        assert width * size % 16 == 0 and parts == -(-IC // config.C)
-    assert all(n % g.DECODE_ROWS == 0 for n in (config.C, config.Vp, config.Q + 2 * config.K, 2 * config.F))
 
 
 @pytest.mark.parametrize("arch, precision", (("sm_75", "float32"), ("sm_80", "bf16"), ("sm_90a", "bf16"),

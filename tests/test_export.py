@@ -77,8 +77,6 @@ def test_import_of_shards(tmp_path, hf_folder):
     first, _, *_ = sorted(tmp_path.glob("model-*"))
     first.unlink()
     pytest.raises(UserError, e.read_hf_folder, tmp_path).match(f"{first.name}: no such file")
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    pytest.raises(UserError, e.read_hf_folder, tmp_path).match("index.json: not the index of a model's shards")
 
 
 def test_the_newest_model_of_a_run_and_its_end_of_text(tmp_path, run_here):
@@ -192,8 +190,7 @@ def test_random_model_files(tmp_path, export, run_here):
     config, params = read_model(tmp_path / "out" / "gpt2_d2.bin", GPT2)
     assert config == Config(L=2, NH=2, C=128, V=257, Vp=384, maxT=1024)
     assert np.array_equal(flat(params), flat(random_model("d2", 257)[1])), "the weights of -e d2"
-    for tensor, spread in ((params.wte[:257], 0.02), (params.wpe, 0.02), (params.qkvw, 0.02), (params.fcprojw, 0.01),
-                           (params.attprojw, 0.01)):
+    for tensor, spread in ((params.wte[:257], 0.02), (params.fcprojw, 0.01), (params.attprojw, 0.01)):
         assert tensor.std() == pytest.approx(spread, rel=0.02)
     assert (params.ln1w == 1).all() and not params.fcb.any() and not params.wte[257:].any()
     bf16_config, bf16 = read_model(tmp_path / "out" / "gpt2_d2_bf16.bin", GPT2)
@@ -204,13 +201,9 @@ def test_random_model_files(tmp_path, export, run_here):
     assert [f"{loss:.6f}" for loss in state.losses] == re.findall(r"^iteration .*, loss: (\S+),", output, re.MULTILINE)
     export()
     assert first == {name: (tmp_path / "out" / name).read_bytes() for name in names}, "the same command, the same files"
-    write_model(tmp_path / "out" / "gpt2_d2.bin", *read_model(tmp_path / "out" / "gpt2_d2.bin", GPT2), 1)
-    for name, found in (("gpt2_d2.bin", 1), ("gpt2_d2_bf16.bin", 5)):
-        path = tmp_path / "out" / name
-        before = path.read_bytes()
-        run_here(e, "--model", path, "--output_dir", "out",
-                 fails=(name, f"of version {found}", "would become version 3", "--output_dir"))
-        assert path.read_bytes() == before
+    path = tmp_path / "out" / "gpt2_d2_bf16.bin"
+    run_here(e, "--model", path, "--output_dir", "out", fails=("of version 5", "would become version 3"))
+    assert path.read_bytes() == first[path.name]
 
 
 def test_files_for_llm_c_of_april_2024(tmp_path, export, vocabulary_here):

@@ -87,15 +87,13 @@ def test_choice():
     assert Choice(1e-46).draw(logits, 0.5) == 1, "a temperature that is 0 in float32"
 
 
-@pytest.mark.parametrize("text, expected", (("FIFO", "json: cannot be read .it is a pipe"),
-    (None, (0.2, 0, 0.9)), ('{"eos_token_id": 2}', (0.2, 0, 0.9)), ("[]", "an object"), ("{", "is not JSON"),
-    ('{"temperature": 0.6, "top_k": 20, "top_p": null}', (0.6, 20, 1.0)), ('{"top_p": 2}', "top_p 2: expected more"),
-    ('{"temperature": "warm"}', "generation_config.json: temperature 'warm': expected 0 or more")))
+@pytest.mark.parametrize("text, expected", (
+    (None, (0.2, 0, 0.9)), ('{"eos_token_id": 2}', (0.2, 0, 0.9)), ("{", "is not JSON"),
+    ('{"temperature": 0.6, "top_k": 20, "top_p": null}', (0.6, 20, 1.0)), ('{"top_p": 2}', "top_p 2: expected more")))
 def test_what_a_chat_draws_with(tmp_path, text, expected):
     """generation_config.json says it; the command line comes first."""
     if text:
-        path = tmp_path / "generation_config.json"
-        os.mkfifo(path) if text == "FIFO" else path.write_text(text)
+        (tmp_path / "generation_config.json").write_text(text)
     tokenizer = SimpleNamespace(prefix=f"{tmp_path}/")
     for given in ({}, {"top_k": 3}):
         args = SimpleNamespace(chat=True, **given)

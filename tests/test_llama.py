@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +13,8 @@ import export_weights
 import generate
 import prepro_text
 import test_gpt2
-import train_gpt2
 import train_llama3 as t
-from conftest import SMALL_LLAMA as CONFIG, remove_after
+from conftest import SMALL_LLAMA as CONFIG, trainer_of
 from llmc import vocabulary
 from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import open_tokens
@@ -28,8 +26,6 @@ from test_verdict import after, before, first_wrong, random_case, scaled
 
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16, "rope_theta": 1e4}
-
-TRAINER = SimpleNamespace(__file__=t.__file__, main=functools.partial(train_gpt2.main, t.Llama3))
 
 
 @pytest.mark.parametrize("B, T, C, NH", (*SHAPES, SEVERAL_BLOCKS))
@@ -308,7 +304,7 @@ def test_a_vocabulary_of_hugging_face(folder, workplace, run_here, monkeypatch):
     run_here(prepro_text, "cat.txt", "--vocabulary", path, "--output", "data/cat")
     data = [vocabulary.open_vocabulary(str(path)).eot, *tokenizer.encode(TEXT).ids]
     assert np.concatenate([open_tokens(f"data/cat_{split}.bin", V)[:] for split in ("train", "val")]).tolist() == data
-    run_here(TRAINER, "-e", "llama3_hf.bin", "-i", "data/cat", "-o", "run", "-b", 2, "-t", 16, "-x", 2)
+    run_here(trainer_of(t.Llama3), "-e", "llama3_hf.bin", "-i", "data/cat", "-o", "run", "-b", 2, "-t", 16, "-x", 2)
     run_here(export_weights, "--to_hf", "run", "again")
     assert (workplace / "again" / "tokenizer.json").read_bytes() == (path / "tokenizer.json").read_bytes()
     theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(path)
@@ -333,16 +329,3 @@ def test_a_debug_state(workplace, run_here):
     data[32:44] = bytes(12)
     path.write_bytes(data)
     assert run_here(test_gpt2, "--model", "llama3_l2.bin").stdout.endswith("overall okay: 1\n")
-
-
-def test_a_run(workplace, run_here):
-    flags = ("-e", "l2", "-b", 2, "-t", 16, "-s", 0, "-v", 4, "-n", 2)
-    run_here(TRAINER, *flags, "-x", 4, "-o", "whole")
-    run_here(TRAINER, *flags, "-x", 4, "-o", "parts", "--print_every", 2)
-    remove_after("parts", 2)
-    done = run_here(TRAINER, *flags, "-x", 4, "-o", "parts", "-y", 1)
-    assert "resuming at step 2" in done.stdout and "Llama" not in done.stderr
-    name = "model_00000004.bin"
-    assert (workplace / "whole" / name).read_bytes() == (workplace / "parts" / name).read_bytes()
-    assert run_here(generate, "whole", "--prompt", "a", "--tokens", 20, "--ignore_eot", "--device", "cpu").stdout
-    run_here(train_gpt2, "-e", f"whole/{name}", fails=(name, "Llama 3 checkpoint", "run the other page"))

@@ -1,15 +1,12 @@
 """look.py's page in a real browser: what it shows and computes is NumPy's, for each kind of tensor; how it is used."""
 
-import functools
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import look
-import train_gpt2
-from conftest import BYTES
+from conftest import BYTES, trainer_of
 from llmc.tokenizer import write_tokenizer
 from train_gpt2 import GPT2
 from train_llama3 import Llama3
@@ -26,8 +23,8 @@ def run(workplace, run_here):
     """run(architecture): a run with three checkpoints, whose vocabulary is bytes."""
     def train(architecture):
         write_tokenizer("data/tiny_shakespeare_tokenizer.bin", BYTES, 256)
-        page = SimpleNamespace(__file__="train.py", main=functools.partial(train_gpt2.main, architecture))
-        run_here(page, "-e", next(iter(architecture.SIZES)), *"-x 6 -n 2 -b 2 -t 32 -v 0 -s 0 -o run".split())
+        flags = "-e", next(iter(architecture.SIZES)), *"-x 6 -n 2 -b 2 -t 32 -v 0 -s 0 -o run".split()
+        run_here(trainer_of(architecture), *flags)
         return "run"
 
     return train

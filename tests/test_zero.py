@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import fake_gpus
-import timeline
 import train_gpt2
 import train_speedrun
 from conftest import SMALL_HEADS, Array, optimizer_of, random_params, remove_after
@@ -274,16 +273,6 @@ def test_a_checkpoint_that_one_rank_cannot_write(workplace, start, name="state_0
     assert statuses == [1, 1] and f"{name}: cannot be written" in err and err.count("\n") == 1
     assert [path for path in os.listdir("run") if "00000002" in path] == [f"{name}.tmp"]
     assert newest_checkpoint("run") == 1
-
-
-def test_a_timeline(workplace, start, fake_gpu, run_here, monkeypatch):
-    """Of a step of two micro-batches: what runs on each stream, and a picture."""
-    monkeypatch.setattr(timeline, "cp", fake_gpu.cp)
-    for graph in (0, 1):
-        output = run_here(timeline, "-b", 2, "-t", 8, "-d", 32, "--graph", graph).stdout
-        names = re.findall(r"^(\w+ \w+) +1\.000 +1\.000 +0\.000$", output, re.MULTILINE)
-        assert sorted(names) == sorted(["forward 0", "forward 1", "backward 0", "backward 1", "add 0", "adamw all"])
-        assert (workplace / "timeline.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize("ranks", (1, 3, 4, pytest.param(16, marks=pytest.mark.large)))
