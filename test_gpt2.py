@@ -552,7 +552,8 @@ class Yardstick:
             rows = NOISY[page_of(config)](config, params, ROUNDOFFS[precision], seed).run(x, y, SMOOTH, steps)
             errors.append({(name, l): error_of(at(rows, (name, l)), at(self.exact, (name, l)))
                            for name, l in self.places if name != "losses" or l < steps})
-            gc.collect()  # a noisy run is part of a reference cycle, and holds gigabytes for GPT-2 124M
+            if flat(params).size > LARGE:
+                gc.collect()  # a noisy run is part of a reference cycle, and holds gigabytes for GPT-2 124M
         self.allowed = {}  # place -> (largest error of an element, 2-norm)
         for place in self.places:
             unit = FLOAT32 * np.abs(at(self.exact, place)).max()  # results are stored in float32 at best

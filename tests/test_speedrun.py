@@ -1,10 +1,8 @@
 """train_speedrun.py beside PyTorch: loss, gradients, updates; planted faults; and from a text to a model to a text."""
 
-import functools
 import inspect
 import os
 import textwrap
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,21 +10,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import export_weights
-import generate
-import train_gpt2
 import train_speedrun as t
 import train_speedrun_cuda as cuda
-from conftest import BYTES
-from llmc.checkpoint import padded, without_padding
+from llmc.checkpoint import padded, without_padding, write_model
 from llmc.gpu.trainer import open_trainer
 from llmc.tensors import allocate, flat, views
-from llmc.tokenizer import write_tokenizer
 from reference import MuonAndAdamW, to_reference
 from test_gpt2 import need
 
 CONFIG = t.Config(maxT=32, V=50, L=2, NH=2, C=32, Vp=128)
 TOLERANCE = 2e-4  # the largest of 200 draws is 5e-5, the smallest fault's 1e-3
-TRAINER = SimpleNamespace(__file__=t.__file__, main=functools.partial(train_gpt2.main, t.Speedrun))
 
 
 def errors(seed, updates=2, tokens=2**20):
@@ -133,27 +126,14 @@ def test_a_planted_fault_is_found(monkeypatch, fault):
     assert wrong(errors(1, updates=3))
 
 
-def test_from_a_text_to_a_model_to_a_text(workplace, run_here):
-    """A run that is resumed has the bits of one that is not; its model is refused where it has no counterpart."""
-    write_tokenizer("data/tiny_shakespeare_tokenizer.bin", BYTES, 256)
-    flags = *"-e s2 -b 2 -t 32 -s 4 -v 4 -n 4".split(), "-x"
-    run_here(TRAINER, *flags, 8, "-o", "whole")
-    run_here(TRAINER, *flags, 8, "-o", "parts")
-    for name in ("model_00000008.bin", "state_00000008_00000.bin", "DONE_00000008"):
-        (workplace / "parts" / name).rename(workplace / f"{name}.first")
-    run_here(TRAINER, *flags, 8, "-o", "parts", "-y", 1)
-    for name in ("model_00000008.bin", "state_00000008_00000.bin"):
-        assert (workplace / "parts" / name).read_bytes() == (workplace / "whole" / name).read_bytes()
-    printed = run_here(generate, "parts", "--prompt", "ab", "--tokens", 20, "--device", "cpu").stdout
-    assert printed.startswith("ab") and len(printed) > 10
-    run_here(TRAINER, "-e", "parts", "-b", 2, "-t", 32, "-x", 2, "-s", 0)
-    run_here(train_gpt2, "-e", "parts", fails=["it is a checkpoint of train_speedrun.py"])
-    run_here(export_weights, "--to_hf", "parts", "hf", fails=["no class of transformers"])
-    run_here(export_weights, "--model", "parts")
-    assert os.path.exists("speedrun_model_00000008_debug_state.bin")
+def test_its_model_is_exported_but_not_to_transformers(workplace, run_here):
+    write_model("s2.bin", *t.random_model("s2", 257))
+    run_here(export_weights, "--model", "s2.bin", "--sequence_length", 8, "--num_iterations", 1)
+    assert os.path.exists("speedrun_s2_debug_state.bin")
+    run_here(export_weights, "--to_hf", "s2.bin", "hf", fails=["no class of transformers"])
 
 
-def test_text_by_the_cache_is_that_of_whole_passes(workplace):
+def test_text_by_the_cache_is_that_of_whole_passes():
     config, params = t.random_model("s2", 256, maxT=24)
     flat(params)[:] += np.random.default_rng(0).normal(0, 0.05, flat(params).size).astype(np.float32)
     tokens = np.random.default_rng(1).integers(0, 256, (2, 24))

@@ -207,6 +207,7 @@ def test_a_fault_in_a_layer_is_red(fault, monkeypatch, capsys):
     assert not yardstick.judge(replay(make())) and first_wrong(capsys) == row
 
 
+@pytest.mark.large
 def test_a_small_fault_at_export_s_own_shape(monkeypatch):
     """export_weights.py --model d2 --vocabulary bytes, B=4, T=64, where rounding hides more: many elements show it."""
     config, params = t.random_model("d2", 257)
@@ -300,10 +301,12 @@ def gpu_case(precision, outlier=False, last_fcproj=1.0):
     return params, x, y, Yardstick(GPU_CONFIG, params, x, y, precision)
 
 
-@pytest.mark.parametrize("fault", KERNEL_FAULTS)
-def test_the_text_of_a_kernel_fault_is_there(fault):
-    _, file, right, _, _ = KERNEL_FAULTS[fault]
-    assert (ROOT / "kernels" / file).read_text().count(right) == 1
+def plant_in_a_kernel(tmp_path, monkeypatch, file, right, wrong):
+    """What is compiled from now on has this text in place of another."""
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
+    path = tmp_path / "kernels" / file
+    path.write_text(path.read_text().replace(right, wrong))
+    monkeypatch.setattr(llmc.gpu.compiler, "KERNEL_DIRECTORY", str(tmp_path / "kernels"))
 
 
 @pytest.mark.parametrize("fault", KERNEL_FAULTS)
@@ -312,10 +315,7 @@ def test_a_fault_in_a_kernel_is_red(fault, gpu, tmp_path, monkeypatch, capsys):
     need(backend)
     if "hopper" in file and gpu.arch != "sm_90a":
         pytest.skip(f"{file}: for Hopper, this GPU is {gpu.arch}")
-    shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
-    path = tmp_path / "kernels" / file
-    path.write_text(path.read_text().replace(right, wrong))
-    monkeypatch.setattr(llmc.gpu.compiler, "KERNEL_DIRECTORY", str(tmp_path / "kernels"))
+    plant_in_a_kernel(tmp_path, monkeypatch, file, right, wrong)
     if row == "test_quantize":  # it has numbers that are too large; for those of a run, scales leave room
         file = kernel_files(LAYERS, GPU_CONFIG, FP8, gpu.arch, "auto")["fp8"]
         device = Device(gpu, [file], launch_geometry(GPU_CONFIG, FP8, gpu.arch))
