@@ -243,13 +243,13 @@ const FORMULAS = {
       e.of(c.ins.dout, ...at) * e.is("2 max(x, 0)", 2 * Math.max(0, e.of(c.ins.inp, ...at)))],
   },
   cap_forward: {
-    logits: ["z /=", (c, e, t, j) => {
+    logits: ["z[start:stop] /=", (c, e, t, j) => {
       const z = e.of(c.ins.logits, t, j);
       return e.is("15 z / √(z² + 15²)", 15 * z / Math.hypot(z, 15));
     }],
   },
   cap_backward: {
-    dlogits: ["square * np.sqrt", (c, e, t, j) => {
+    dlogits: ["inverse * np.sqrt", (c, e, t, j) => {
       const d = e.of(c.ins.dlogits, t, j), y = e.of(c.ins.logits, t, j);
       return d * e.is("the cap's slope, (1 − (y / 15)²)^1.5", (1 - (y / 15) ** 2) ** 1.5);
     }],
