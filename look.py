@@ -15,11 +15,11 @@ import contextlib
 import functools
 import inspect
 import json
-import math
 import os
 import re
 import sys
 import webbrowser
+import zlib
 
 import numpy as np
 
@@ -60,41 +60,38 @@ def watching(architecture, call):
             setattr(module, name, f)
 
 
-def scale_of(x):
-    """The power of two by which float16 keeps both the largest and the small numbers of x."""
-    largest = float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
-    return 2.0 ** (math.frexp(largest)[1] - 15) if largest else 1.0
-
-
-def round_to_16_bits(x):
-    """In place."""
-    scale = np.float32(scale_of(x))
-    x[...] = (x / scale).astype(np.float16) * scale
-
-
 class Numbers:
-    """The page's numbers, in 16 bits each or, if exact, 32: one buffer, of which the page makes typed arrays."""
+    """The page's numbers: float32, or 8 bits each and a float32 scale for each row. Deflated, as one text."""
 
     def __init__(self):
-        self.pieces, self.size = [], 0  # in units of 16 bits
+        self.singles, self.bytes = [np.empty(0, "<f4")], [np.empty(0, np.int8)]
 
-    def add(self, x, exact=False):
-        """float32 array -> where it is."""
-        scale = scale_of(x)
-        stored = x.astype("<f4").view("<u2") if exact else (x / np.float32(scale)).astype("<f2").view("<u2")
-        begin = self.size + self.size % 2
-        self.pieces += [b"\0" * 2 * (begin - self.size), stored.tobytes()]
-        self.size = begin + stored.size
-        return dict(at=begin // 2, exact=1) if exact else dict(at=begin, scale=scale)
+    def add(self, x):
+        """Any array -> where its numbers are, in float32."""
+        self.singles.append(np.array(x, "<f4").ravel())  # a copy: the update changes weights in place
+        return dict(at=sum(map(len, self.singles[:-1])))
+
+    def add_rounded(self, x):
+        """float32 array -> where its numbers are, in 8 bits, to which it is rounded in place."""
+        scales = np.maximum(np.abs(x).max(-1), np.finfo(np.float32).tiny) / np.float32(127)
+        rounded = np.rint(x / scales[..., None]).astype(np.int8)
+        np.multiply(rounded, scales[..., None], out=x)
+        self.bytes.append(rounded.ravel())
+        return dict(at=sum(map(len, self.bytes[:-1])), scales=self.add(scales)["at"])
+
+    def text(self):
+        packed = zlib.compress(b"".join(x.tobytes() for x in self.singles + self.bytes), 9)
+        return base64.b64encode(packed).decode()
 
 
 class Recorder:
     """The calls of a step, and the tensors that they read and write. A buffer that is written anew is a new tensor."""
 
-    def __init__(self, model):
+    def __init__(self, model, numbers):
         self.tensors, self.contents, self.calls = [], [], []  # tensors: what the page is told of each
-        self.gradients = {}  # "name|layer" -> the number of its gradient
-        self.newest, self.outputs, self.places, self.V, self.table = {}, {}, {}, model.config.V, model.params.table
+        self.gradients, self.outputs = {}, {}  # "name|layer" -> the number of its gradient; what a call with inp wrote
+        self.newest, self.places, self.stored = {}, {}, {}  # by address
+        self.numbers, self.V, self.table = numbers, model.config.V, model.params.table
         for kind in ("params", "grads", "acts", "scratch"):
             tensors = getattr(model, kind)
             for name, row in tensors.table.items():
@@ -102,7 +99,8 @@ class Recorder:
                 for l, tensor in enumerate(whole) if row.stacked else [("", whole)]:
                     self.places[tensor.ctypes.data] = kind, name, l
                     if kind == "params":
-                        round_to_16_bits(tensor)
+                        add = numbers.add_rounded if tensor.ndim > 1 else numbers.add
+                        self.stored[tensor.ctypes.data] = add(self.cut(tensor))
 
     def place(self, x):
         """(kind, name, layer) of an array, by its address; the layer is "" outside of layers."""
@@ -111,16 +109,20 @@ class Recorder:
     def key(self, x):
         return "{1}|{2}".format(*self.place(x))
 
+    def cut(self, x):
+        """Without the rows that pad the vocabulary."""
+        kind, name, _ = self.place(x)
+        return x[: self.V] if kind in ("params", "grads") and self.table[name].vocabulary else x
+
     def record(self, f, arguments):
         """Call a layer's function, and note what it reads and writes."""
         arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
-        before, number = {name: self.cut(x) for name, x in arrays.items()}, len(self.calls)
+        before, number = {name: self.cut(x).copy() for name, x in arrays.items()}, len(self.calls)
         f(**arguments)
         written = {}  # a name for each buffer: gelu_backward's dinp is its dout
         for name, x in arrays.items():
             if not same(self.cut(x), before[name]) and x.ctypes.data not in written.values():
                 written[name] = x.ctypes.data
-                round_to_16_bits(x)
         ins = {name: self.number(x, before[name], name) for name, x in arrays.items()
                if name not in written or self.is_known(x, before[name]) and is_read(f, arguments, before, name)}
         pair = f.__name__.rsplit("_", 1)[0], self.key(arrays["inp"]) if "inp" in arrays else ""
@@ -130,14 +132,9 @@ class Recorder:
         elif "dout" in ins and pair in self.outputs:  # of a sum's terms, to which the sum's gradient is handed on
             self.gradients.setdefault(self.outputs[pair], ins["dout"])
         of = {name: None if is_forward else self.gradient_of(name, arrays) for name in written}
-        outs = {name: self.add(arrays[name], self.cut(arrays[name]), name, of[name], number) for name in written}
-        numbers = {name: x for name, x in arguments.items() if isinstance(x, (int, float))}
-        self.calls.append(dict(f=f.__name__, ins=ins, outs=outs, n=numbers))
-
-    def cut(self, x):
-        """A copy, without the rows that pad the vocabulary."""
-        kind, name, _ = self.place(x)
-        return x[: self.V].copy() if kind in ("params", "grads") and self.table[name].vocabulary else x.copy()
+        outs = {name: self.add(arrays[name], self.cut(arrays[name]).copy(), name, of[name], number) for name in written}
+        sizes = {name: x for name, x in arguments.items() if isinstance(x, (int, float))}
+        self.calls.append(dict(f=f.__name__, ins=ins, outs=outs, sizes=sizes))
 
     def is_known(self, x, content):
         return x.ctypes.data in self.newest and same(self.contents[self.newest[x.ctypes.data]], content)
@@ -154,8 +151,9 @@ class Recorder:
             self.gradients[f"{name}|{l}"] = number
         self.newest[x.ctypes.data] = number
         has_batch = kind in ("acts", "scratch") or content.dtype.kind == "i"  # of one sequence
+        where = {} if by is not None else self.stored.get(x.ctypes.data) or self.numbers.add(content)
         self.tensors.append(dict(name=name or argument, layer=l, kind="gradient" if of else kind, by=by, arg=argument,
-                                 shape=content.shape[has_batch:]))
+                                 shape=content.shape[has_batch:], **where))
         self.contents.append(content)
         return number
 
@@ -169,15 +167,6 @@ class Recorder:
         if arrays[name].ctypes.data in self.newest:
             layers.append(self.tensors[self.newest[arrays[name].ctypes.data]]["layer"])
         return name[1:], next((l for l in layers if l != ""), "")
-
-    def described(self, numbers):
-        """The page's description of each tensor. It computes a weight's gradient, as large as the weight, itself."""
-        for tensor, content in zip(self.tensors, self.contents):
-            if content.dtype.kind == "i":
-                tensor["ints"] = content.ravel().tolist()
-            elif tensor["arg"] != "dweight" or content.ndim == 1:
-                tensor |= numbers.add(content, exact=tensor["by"] is None and tensor["kind"] != "params")
-        return self.tensors
 
 
 def is_read(f, arguments, before, name):
@@ -245,14 +234,13 @@ def update(model, path, settings, numbers):
     optimizer.update(model.params, model.grads, settings, settings.learning_rate, step + 1)
     np.subtract(flat(model.params), flat(moved), out=flat(moved))
     for name, row in moved.table.items():
-        sources = [getattr(source, name) for source in (
-            moved, model.grads, *(getattr(optimizer, kind) for kind in optimizer.STATE))]
+        sources = [getattr(source, name) for source in (moved, optimizer.m, optimizer.v)]
         for l in range(row.shape[0]) if row.stacked else ("",):
             parts = [x[l] if row.stacked else x[: model.config.V] if row.vocabulary else x for x in sources]
             at = most_in_blocks(np.abs(parts[0]))
             rate = None if name in others else settings.learning_rate * rates.get(name, 1.0)
-            shown[f"{name}|{l}"] = dict(at=at.tolist(), rate=rate, total=float(np.linalg.norm(parts[0])),
-                                        values=[numbers.add(x.reshape(-1)[at], exact=True) for x in parts])
+            values = *at, *(x[at] for x in parts)
+            shown[f"{name}|{l}"] = dict(count=len(at[0]), rate=rate, values=[numbers.add(x) for x in values])
     lengths = np.linalg.norm(moved.wte[: model.config.V], axis=1)
     decay = settings.weight_decay * getattr(optimizer, "DECAY", 1.0) if settings.decay == "all" else 0.0
     return dict(tensors=shown, step=step + 1, learning_rate=settings.learning_rate, beta1=settings.beta1,
@@ -261,13 +249,13 @@ def update(model, path, settings, numbers):
 
 
 def most_in_blocks(x):
-    """The flat index of the largest number in each block of at most GRID x GRID (of a vector: of all)."""
+    """The index of the largest number in each block of at most GRID x GRID (of a vector: of all), as np.where's."""
     if x.ndim == 1:
-        return np.arange(x.size)
+        return (np.arange(x.size),)
     rows, columns = (np.linspace(0, n, min(n, GRID) + 1).astype(int) for n in x.shape)
     at = [(r, c, *np.unravel_index(np.argmax(block := x[r:r2, c:c2]), block.shape))
           for r, r2 in zip(rows, rows[1:]) for c, c2 in zip(columns, columns[1:])]
-    return np.array([(r + i) * x.shape[1] + c + j for r, c, i, j in at])
+    return tuple(np.array([(r + i, c + j) for r, c, i, j in at]).T)
 
 
 def film(path, inputs, targets, numbers):
@@ -278,7 +266,7 @@ def film(path, inputs, targets, numbers):
         loss, acts = model.forward(inputs, targets), model.model.acts
         norms = [float(np.sqrt(np.square(x).mean())) for x in (acts.encoded, *acts.residual3)]
         frames.append(dict(step=steps[i], loss=loss, losses=acts.losses[0].tolist(), guesses=best(acts.probs[0], 3),
-                           norms=norms, att=numbers.add(acts.att)))
+                           norms=norms, att=numbers.add_rounded(np.rint(acts.att * 32) / 32)))
     return frames
 
 
@@ -293,7 +281,7 @@ def look(path, prompt, tokenizer=""):
     if not 2 <= T <= most:
         raise UserError(f"--prompt: {len(ids)} token{'s' * (T != 0)}, expected 3 to {most + 1}")
     tables = architecture.activation_table(config, 1, T), architecture.scratch_table(config, 1, T)
-    megabytes = (table_elements(model.params.table) + sum(map(table_elements, tables)) * 1.2) * 2 * 4 / 3 / 1e6
+    megabytes = table_elements(model.params.table) * 4 / 3 / 1e6  # in base64
     if megabytes > MOST_MB:
         raise UserError(f"{path}: the page would have {megabytes:,.0f} MB, of at most {MOST_MB}: look at a smaller"
                         " model, like d4, or pass a shorter --prompt")
@@ -302,7 +290,8 @@ def look(path, prompt, tokenizer=""):
     model.acts, model.scratch = views(tables[0], model.activations_buffer), views(tables[1], model.scratch.buffer)
     for tensors in (model.acts, model.scratch):
         flat(tensors).fill(np.nan)  # so that whatever is written differs from it
-    calls, numbers, recorder = [], Numbers(), Recorder(model)
+    calls, numbers = [], Numbers()
+    recorder = Recorder(model, numbers)
     inputs, targets = ids[None, :-1], ids[None, 1:]
 
     def record(f, arguments):
@@ -324,7 +313,7 @@ def look(path, prompt, tokenizer=""):
     return dict(
         path=path, title=architecture.TITLE, model=config.describe(), loss=loss, ids=ids.tolist(), V=config.V,
         L=config.L, NH=config.NH, calls=recorder.calls, forward=forward, gradients=recorder.gradients, source=source,
-        tensors=recorder.described(numbers), guesses=guesses, depends=numbers.add(depends), vocabulary=words,
+        tensors=recorder.tensors, guesses=guesses, depends=numbers.add(depends), vocabulary=words,
         update=update(model, path, architecture.Settings(), numbers), film=film(path, inputs, targets, numbers),
     ), numbers, recorder
 
@@ -335,8 +324,9 @@ def write_page(path, data, numbers):
     for name in ("page.html", "page.css", "formulas.js", "page.js"):
         with open(os.path.join(FOLDER, name), encoding="utf-8") as f:
             page = page.replace(f"{{{name}}}", f.read())
+    data["singles"] = sum(map(len, numbers.singles))
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    page = page.replace("{numbers}", base64.b64encode(b"".join(numbers.pieces)).decode()).replace("{data}", text)
+    page = page.replace("{numbers}", numbers.text()).replace("{data}", text)
     with replacing(path) as f:
         f.write(page.encode())
 

@@ -48,9 +48,10 @@ function layout({ shape: s, isWeight }, head = 0) {
 }
 
 function moves(key) {  // the optimizer's: the largest of each block of a weight
-  const { at, values } = data.update.tensors[key], { shape } = newest[key], moved = floats(values[0], at.length);
-  const columns = shape.length === 1 ? shape[0] : Math.min(shape[1], 32), rows = at.length / columns;
-  return { at, columns, rows, moved, number: (r, c) => moved[r * columns + c], full: span(moved)[2] };
+  const { count, values, rate } = data.update.tensors[key], { shape } = newest[key];
+  const numbers = values.map(where => stored(where, count)), at = numbers.slice(0, -3), [moved, m, v] = numbers.slice(-3);
+  const columns = shape.length === 1 ? shape[0] : Math.min(shape[1], 32), rows = count / columns;
+  return { at, columns, rows, moved, m, v, rate, number: (r, c) => moved[r * columns + c], full: span(moved)[2] };
 }
 
 function make(tag, fields = {}, ...children) {
@@ -136,7 +137,7 @@ function read() {  // the address -> state; what is wrong in it is ignored
   state = { mode: mode in MODES ? mode : "forward", key, given: (index || "").split(",").filter(Boolean).map(Number) };
   const tensor = state.tensor = tensors[number] ?? (state.mode === "backward" ? gradients : newest)[key];
   if (!tensor) return void (state.key = "");
-  const sizes = state.mode === "update" ? [data.update.tensors[key]?.at.length ?? 0] : tensor.shape;
+  const sizes = state.mode === "update" ? [data.update.tensors[key]?.count ?? 0] : tensor.shape;
   const last = tensor.isWeight ? -1 : tensor.shape.length === 3 ? 1 : 0;  // at first, the last position is chosen
   state.index = sizes.map((n, axis) =>
     Math.max(0, Math.min(n - 1, Math.floor(state.given[axis] ?? (axis === last ? n : 0)))) || 0);
@@ -196,13 +197,12 @@ function termsOf({ rows }) {  // a sum's, the largest first
   ...(rest.length ? [cells("td", `${rest.length} smaller`, ...(several ? ["", "", "", `= ${sum}`] : [sum]))] : []));
 }
 
-function howMade(e, stored) {
+function howMade(e) {
   return [make("div", { className: "made" }, words("h3", "How it is made"), ...e.parts.flatMap(part => [
     make("p", {}, part.tensor ? link(part.tensor, part.index) : part.words,
       ...("value" in part ? [part.rows ? ": the sum is " : " = ", words("b", say(part.value))] : [])),
     ...(part.rows?.length ? [termsOf(part)] : [])]),
-  make("p", {}, "Result ", make("output", { id: "value", textContent: say(e.value) }),
-    ` (by NumPy, rounded to 16 bits: ${say(stored)})`)), ...source(e)];
+  make("p", {}, "Result ", make("output", { id: "value", textContent: say(e.value) }))), ...source(e)];
 }
 
 function source({ f, mark }) {  // of a layer's function; the line that computes the number is marked
@@ -212,24 +212,11 @@ function source({ f, mark }) {  // of a layer's function; the line that computes
     make("pre", { tabIndex: 0 }, ...lines.map((code, i) => i === marked ? words("mark", code) : code))];
 }
 
-function axes({ shape, isWeight, name }) {
-  if (shape.length === 3) return ["head", "position", "looks at"];
-  if (!isWeight) return ["position", /^(logits|probs)$/.test(name) ? "token" : "channel"].slice(0, shape.length);
-  const first = /^(wte|lm_head)$/.test(name) ? "token" : name === "wpe" ? "position" : "";
-  return shape.length === 1 ? ["channel"] : first ? [first, "channel"] : ["output", "input"];
-}
-
-function inWords(axis, i) {
-  if (axis === "token") return `token “${word(i)}”`;
-  if (axis === "head") return `head ${i + 1}`;
-  return /position|looks at/.test(axis) && i < T ? `${axis} ${position(i)}` : `${axis} ${i}`;
-}
-
 function drawDetail() {
   const { mode, key, index, tensor } = state;
   if (!key) return mode === "update" ? mostMoved() : introduction();
   if (mode === "update") return tensor.isWeight ? drawMove() : mostMoved();
-  const [low, high, full] = span(tensor.data), names = axes(tensor), what = whatIs(tensor);
+  const [low, high, full] = span(tensor.data), what = whatIs(tensor);
   const { rows, columns, at, cell } = layout(tensor, index[0]), e = explain(tensor, index);
   const readers = calls.filter(c => Object.values(c.ins).includes(tensor)).flatMap(c => Object.values(c.outs));
   return [words("h2", tensor.title + ofLayer(tensor.layer)),
@@ -237,12 +224,12 @@ function drawDetail() {
     words("p", `${tensor.shape.join(" × ")} numbers, ${say(low)} … ${say(high)}`),
     bigPicture(rows, columns, (r, c) => tensor.num(...at(r, c)), full, cell(index),
       (r, c) => go(mode, key, at(r, c)), `${tensor.title}: ${what}`, labelsOf(tensor), low < 0 ? -full : 0),
-    make("p", { className: "index" }, ...index.map((i, axis) => make("label", {}, `${names[axis]} `,
+    make("p", { className: "index" }, ...index.map((i, axis) => make("label", {}, `${tensor.axes[axis]} `,
       make("input", { type: "number", value: i, min: 0, max: tensor.shape[axis] - 1,
         onchange: event => go(mode, key, index.with(axis, +event.target.value)) })))),
     make("p", {}, `${tensor.title}[${index.join(", ")}], ${
-      index.map((i, axis) => inWords(names[axis], i)).join(", ")}: `, words("output", say(tensor.num(...index)))),
-    ...(e ? howMade(e, tensor.num(...index)) : [words("p", tensor.isWeight
+      index.map((i, axis) => tensor.inWords(axis, i)).join(", ")}: `, words("output", say(tensor.num(...index)))),
+    ...(e ? howMade(e) : [words("p", tensor.isWeight
       ? "Training made this weight. Backward has its gradient, Update how it moves." : "It is given.")]),
     make("p", {}, readers.length ? "It goes into " : "", ...readers.flatMap((x, i) =>
       [i ? ", " : "", link(x, x.shape.map(() => 0), x.title + ofLayer(x.layer))]))];
@@ -252,12 +239,11 @@ function drawMove() {
   const { key, index: [k] } = state, { at, rows, columns, number, full, moved } = moves(key), e = explainMove(key, k);
   const weight = newest[key];
   return [words("h2", `${data.update.optimizer} moves ${weight.name}${ofLayer(weight.layer)}`),
-    words("p", `Of ${weight.shape.join(" × ")} weights, the one in each block that moves most. All moves together have`
-      + ` length ${say(data.update.tensors[key].total)}.`),
+    words("p", `Of ${weight.shape.join(" × ")} weights, the one in each block that moves most.`),
     bigPicture(rows, columns, number, full, [Math.floor(k / columns), k % columns],
       (r, c) => go("update", key, [r * columns + c]), "how far the weights move", []),
-    make("p", {}, `Weight ${at[k]} moves by `, words("output", say(moved[k]))),
-    ...howMade(e, e.moved)];
+    make("p", {}, `Weight [${at.map(x => x[k]).join(", ")}] moves by `, words("output", say(moved[k]))),
+    ...howMade(e)];
 }
 
 function mostMoved() {
@@ -315,7 +301,7 @@ const guess = ([id, p], target) => make("td", { className: id === target ? "gues
 
 function drawGuesses() {
   const t = state.position = Math.max(0, Math.min(T - 1, state.given[0] || 0));
-  const depends = floats(data.depends, T * T).subarray(t * T, t * T + t + 1);
+  const depends = stored(data.depends, T * T).subarray(t * T, t * T + t + 1);
   return [make("div", {}, words("h2", "The best guess after each layer"),
     words("p", "The residual stream after each layer, read as if it were the last. Underlined: the token that came."),
     scroll(cells("th", "after", ...data.guesses.map((_, l) => l ? `layer ${l}` : "embedding"), "came"),
@@ -334,7 +320,7 @@ function drawTraining() {
   const frames = data.film, n = Math.max(0, Math.min(frames.length - 1, state.given[0] ?? frames.length - 1));
   if (!frames.length) return [make("div", {}, words("h2", "Training, as a film"), words("p",
     "It needs a run with several checkpoints: train with -n 100 -o runs/mine, then look at runs/mine."))];
-  const frame = frames[n], att = floats(frame.att, data.L * data.NH * T * T);
+  const frame = frames[n], att = stored(frame.att, data.L * data.NH * T * T, T);
   const slider = make("input", { type: "range", id: "frame", min: 0, max: frames.length - 1, value: n,
     ariaLabel: "checkpoint" });
   slider.oninput = () => { history.replaceState(0, "", `#training//${slider.value}`); show(); $("frame").focus(); };
@@ -413,4 +399,4 @@ $("find").onchange = find;
 $("theme").onclick = changeTheme;
 addEventListener("hashchange", show);
 addEventListener("keydown", press);
-show();
+unpack().then(show);
