@@ -264,9 +264,8 @@ def film(path, inputs, targets, numbers):
     for i in sorted({round(x) for x in np.linspace(0, len(steps) - 1, MOST_FRAMES)}) if len(steps) > 1 else ():
         model = load(checkpoint_paths(path, steps[i])[0])
         loss, acts = model.forward(inputs, targets), model.model.acts
-        norms = [float(np.sqrt(np.square(x).mean())) for x in (acts.encoded, *acts.residual3)]
         frames.append(dict(step=steps[i], loss=loss, losses=acts.losses[0].tolist(), guesses=best(acts.probs[0], 3),
-                           norms=norms, att=numbers.add_rounded(np.rint(acts.att * 32) / 32)))
+                           att=numbers.add_rounded(np.rint(acts.att * 32) / 32)))
     return frames
 
 
@@ -300,6 +299,7 @@ def look(path, prompt, tokenizer=""):
 
     with watching(architecture, record):
         loss, forward = model.forward(inputs, targets), len(calls)
+    losses = model.acts.losses[0].tolist()
     guesses, embedded = guesses_after_layers(model, calls), calls[0][1]["out"]
     depends = gradient_times_input(model, architecture, T, embedded)
     with watching(architecture, record):
@@ -311,7 +311,7 @@ def look(path, prompt, tokenizer=""):
               for f in updates | {f for f, _ in calls}}
     words = [opened.tokenizer.decode([id]) for id in range(config.V)]
     return dict(
-        path=path, title=architecture.TITLE, model=config.describe(), loss=loss, ids=ids.tolist(), V=config.V,
+        path=path, title=architecture.TITLE, model=config.describe(), loss=loss, losses=losses, ids=ids.tolist(), V=config.V,
         L=config.L, NH=config.NH, calls=recorder.calls, forward=forward, gradients=recorder.gradients, source=source,
         tensors=recorder.tensors, guesses=guesses, depends=numbers.add(depends), vocabulary=words,
         update=update(model, path, architecture.Settings(), numbers), film=film(path, inputs, targets, numbers),

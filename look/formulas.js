@@ -95,9 +95,9 @@ class Arithmetic {
   of(tensor, i, j, k) { return tensor.num(i, j, k); }
   is(words, value) { return value; }
   sum(words, count, a, b) {
-    return b ? dot(count, a[0].data, a[0].flat(a[2], a[3], a[4]), a[0].strides[a[1]],
-      b[0].data, b[0].flat(b[2], b[3], b[4]), b[0].strides[b[1]])
-      : dot(count, a[0].data, a[0].flat(a[2], a[3], a[4]), a[0].strides[a[1]], ONE, 0, 0);
+    const x = a[0].data, p = a[0].flat(a[2], a[3], a[4]), dp = a[0].strides[a[1]];
+    return b ? dot(count, x, p, dp, b[0].data, b[0].flat(b[2], b[3], b[4]), b[0].strides[b[1]])
+      : dot(count, x, p, dp, ONE, 0, 0);
   }
 }
 const silent = new Arithmetic();
@@ -130,21 +130,31 @@ class Explanation extends Arithmetic {  // also remembers each part
 
 function once(c, row, make) { return (c.rows ??= [])[row] ??= make(); }  // what a call's formulas need of a whole row
 
-function average(count, number) {
-  let total = 0;
-  for (let i = 0; i < count; i++) total += number(i);
-  return total / count;
+function total(count, number) {
+  let sum = 0;
+  for (let i = 0; i < count; i++) sum += number(i);
+  return sum;
 }
 
 function softmax(c, e, x, row, count, number) {
-  const [most, total] = once(c, row, () => {
+  const [most, sum] = once(c, row, () => {
     const all = list(count, number), most = Math.max(...all);
-    return [most, all.reduce((sum, x) => sum + Math.exp(x - most), 0)];
+    return [most, total(count, i => Math.exp(all[i] - most))];
   });
   e.is("the row's largest", most);
-  e.is("sum over the row of exp(number − largest)", total);
-  return e.is("exp(its number − largest) / that sum", Math.exp(x - most) / total);
+  e.is("sum over the row of exp(number − largest)", sum);
+  return e.is("exp(its number − largest) / that sum", Math.exp(x - most) / sum);
 }
+
+// A function of one number, and the gradient through it: [what its source has, formula].
+const apply = (mark, words, f, arg = "inp") => [mark, (c, e, t, j) => e.is(words, f(e.of(c.ins[arg], t, j)))];
+const slope = (mark, words, f, arg = "inp", dout = "dout") =>
+  [mark, (c, e, t, j) => e.of(c.ins[dout], t, j) * e.is(words, f(e.of(c.ins[arg], t, j)))];
+
+const S = Math.sqrt(2 / Math.PI), CUBE = 0.044715, bend = x => Math.tanh(S * (x + CUBE * x * x * x));
+const gelu = x => x / 2 * (1 + bend(x));
+const geluSlope = x => (1 + bend(x)) / 2 + x / 2 * (1 - bend(x) ** 2) * S * (1 + 3 * CUBE * x * x);
+const sigmoid = x => 1 / (1 + Math.exp(-x));
 
 // ---- norms ----------------------------------------------------------------------------------------------------------
 
@@ -153,30 +163,30 @@ function normalized(c, e, t, j) {
   return c.mean ? e.is("(x − mean) × rstd", (x - e.of(c.mean, t)) * r) : e.is("x × rstd", x * r);
 }
 const NORM = {
-  mean: ["np.add.reduce(inp", (c, e, t) =>
-    e.is("divided by C", e.sum("sum of the row", c.C, [c.inp, 1, t, 0]) / c.C)],
+  mean: ["np.add.reduce(inp", (c, e, t) => e.is("divided by C", e.sum("the row", c.C, [c.inp, 1, t, 0]) / c.C)],
   rstd: ["np.reciprocal(rstd", (c, e, t) => {
-    const m = c.mean ? e.of(c.mean, t) : 0, words = c.mean ? "mean of (x − mean)²" : "mean of x²";
-    const variance = e.is(`${words} over the row`, average(c.C, i => (c.inp.num(t, i) - m) ** 2));
+    const m = c.mean ? e.of(c.mean, t) : 0, squares = total(c.C, i => (c.inp.num(t, i) - m) ** 2);
+    const variance = e.is(`mean of ${c.mean ? "(x − mean)²" : "x²"} over the row`, squares / c.C);
     return e.is(`1 / √(that + ${c.eps})`, 1 / Math.sqrt(variance + c.eps));
   }],
   out: ["out *= rstd|np.multiply(inp", (c, e, t, j) =>
     normalized(c, e, t, j) * e.of(c.weight, j) + (c.bias ? e.of(c.bias, j) : 0)],
 };
-const NORM_BACKWARD = {  // dinp += rstd (dn − mean of dn − n mean of (dn n)), dn = dout weight
+const DBIAS = (c, e, j) => e.sum("all positions", T, [c.dout, 0, 0, j]);
+const NORM_BACKWARD = {  // dinp += rstd (dn − mean of dn − n × mean of dn n): n is the normalized x, dn = dout × weight
   dinp: ["dinp[r] += dn", (c, e, t, j) => {
-    const dn = i => c.dout.num(t, i) * c.weight.num(i);
-    const [mean, meanN] = once(c, t, () => [c.mean ? average(c.C, dn) : 0,
-      average(c.C, i => dn(i) * normalized(c, silent, t, i))]);
-    const n = normalized(c, e, t, j), own = e.is("dn = dout × weight", e.of(c.dout, t, j) * e.of(c.weight, j));
+    const dn = (e, i) => e.is("dn = dout × weight", e.of(c.dout, t, i) * e.of(c.weight, i));
+    const [mean, meanN] = once(c, t, () => [c.mean ? total(c.C, i => dn(silent, i)) / c.C : 0,
+      total(c.C, i => dn(silent, i) * normalized(c, silent, t, i)) / c.C]);
+    const n = normalized(c, e, t, j), own = dn(e, j);
     if (c.mean) e.is("mean of dn over the row", mean);
     e.is("mean of dn × n over the row, where n is the normalized x", meanN);
-    const words = c.mean ? "rstd × (dn − mean of dn − n × mean of dn × n)" : "rstd × (dn − n × mean of dn × n)";
+    const words = `rstd × (dn ${c.mean ? "− mean of dn " : ""}− n × mean of dn × n)`;
     return e.is(words, c.rstd.num(t) * (own - mean - n * meanN)) + (c.ins.dinp ? e.of(c.ins.dinp, t, j) : 0);
   }],
   dweight: ["dweight +=", (c, e, j) => e.is("sum over positions of dout × the normalized x",
-    T * average(T, t => c.dout.num(t, j) * normalized(c, silent, t, j)))],
-  dbias: ["dbias +=", (c, e, j) => e.sum("all positions", T, [c.dout, 0, 0, j])],
+    total(T, t => c.dout.num(t, j) * normalized(c, silent, t, j)))],
+  dbias: ["dbias +=", DBIAS],
 };
 
 // ---- attention ------------------------------------------------------------------------------------------------------
@@ -184,51 +194,49 @@ const NORM_BACKWARD = {  // dinp += rstd (dn − mean of dn − n mean of (dn n)
 // Where the query, key and value of head h begin in a row of qkv. Several query heads may share a key and value head.
 const query = (c, h) => h * c.HS, key = (c, h) => (c.NH + Math.floor(h * c.NKV / c.NH)) * c.HS;
 const value = (c, h) => key(c, h) + c.NKV * c.HS;
+const whose = (c, j) => (j >= c.NH * c.HS) + (j >= (c.NH + c.NKV) * c.HS);  // a query's channel, a key's, a value's
 
 function score(c, e, h, t, t2) {
   if (t2 > t) return e.is("a later position: masked", -Infinity);
-  return e.is(`divided by √${c.HS}`,
-    e.sum("query × key", c.HS, [c.inp, 1, t, query(c, h)], [c.inp, 1, t2, key(c, h)]) / Math.sqrt(c.HS));
+  const sum = e.sum("query × key", c.HS, [c.inp, 1, t, query(c, h)], [c.inp, 1, t2, key(c, h)]);
+  return e.is(`divided by √${c.HS}`, sum / Math.sqrt(c.HS));
 }
-const scored = (c, e, h, t, t2) => c.preatt ? e.of(c.preatt, h, t, t2) : score(c, e, h, t, t2);
+function probability(c, e, h, t, t2) {
+  if (t2 > t) return e.is("a later position: masked", 0);
+  const scored = (e, x) => c.preatt ? e.of(c.preatt, h, t, x) : score(c, e, h, t, x);
+  return softmax(c, e, scored(e, t2), h * T + t, t + 1, x => scored(silent, x));
+}
 const gradientOfAtt = (c, e, h, t, t2) =>
   e.sum("gradient of the head's output × value", c.HS, [c.dout, 1, t, query(c, h)], [c.inp, 1, t2, value(c, h)]);
 function gradientOfScore(c, e, h, t, t2) {
   if (t2 > t) return e.is("a later position: masked", 0);
   const datt = (e, x) => c.dpreatt ? e.of(c.datt, h, t, x) : gradientOfAtt(c, e, h, t, x);
-  const mean = once(c, h * T + t, () => (t + 1) * average(t + 1, x => c.att.num(h, t, x) * datt(silent, x)));
+  const sum = once(c, h * T + t, () => total(t + 1, x => c.att.num(h, t, x) * datt(silent, x)));
   const own = datt(e, t2), a = e.of(c.att, h, t, t2);
-  e.is("sum over the row of att × datt", mean);
-  return e.is(`att × (datt − that sum) / √${c.HS}`, a * (own - mean) / Math.sqrt(c.HS));
+  e.is("sum over the row of att × datt", sum);
+  return e.is(`att × (datt − that sum) / √${c.HS}`, a * (own - sum) / Math.sqrt(c.HS));
 }
-const whose = (c, j) => (j >= c.NH * c.HS) + (j >= (c.NH + c.NKV) * c.HS);  // a query's channel, a key's, a value's
 function gradientOfQkv(c, e, t, j) {
   const { HS, NH, NKV } = c, scores = c.dpreatt ?? c.datt, head = Math.floor(j / HS), i = j % HS;
   if (whose(c, j) === 0)
     return e.sum("gradients of its scores × keys", t + 1, [scores, 2, head, t, 0], [c.inp, 0, 0, key(c, head) + i]);
-  const every = NH / NKV, first = (head - NH) % NKV * every;  // heads that share the key and value
+  const every = NH / NKV, first = (head - NH) % NKV * every;  // the heads that share the key and value
   const [words, by, rows] = whose(c, j) === 1 ? ["gradients of its scores × queries", scores, c.inp]
     : ["probabilities × gradients of the head's output", c.att, c.dout];
-  let total = 0;
-  for (let h = first; h < first + every; h++)
-    total += e.sum(words, T - t, [by, 1, h, t, t], [rows, 0, t, query(c, h) + i]);
-  return total;
+  return total(every, h => e.sum(words, T - t, [by, 1, first + h, t, t], [rows, 0, t, query(c, first + h) + i]));
 }
-function rotated(c, e, before, sign, t, j) {
-  if (j >= c.heads * c.HS) return e.is("a value: it is not rotated", e.of(before, t, j));
-  const pair = Math.floor(j % c.HS / 2), first = j - j % 2;
-  const a = e.of(before, t, first), b = e.of(before, t, first + 1);
-  const x = e.of(c.cos, t, pair), y = sign * e.of(c.sin, t, pair), minus = sign > 0 ? "−" : "+";
-  return j % 2 ? e.is(`b cos ${sign > 0 ? "+" : "−"} a sin`, b * x + a * y) : e.is(`a cos ${minus} b sin`, a * x - b * y);
-}
+const rotation = (mark, arg, sign) => [mark, (c, e, t, j) => {
+  if (j >= c.heads * c.HS) return e.is("a value: it is not rotated", e.of(c.ins[arg], t, j));
+  const pair = Math.floor(j % c.HS / 2), a = e.of(c.ins[arg], t, j - j % 2), b = e.of(c.ins[arg], t, j - j % 2 + 1);
+  const cos = e.of(c.cos, t, pair), sin = sign * e.of(c.sin, t, pair);
+  return j % 2 ? e.is("a sin + b cos", a * sin + b * cos) : e.is("a cos − b sin", a * cos - b * sin);
+}];
 
-// ---- the table ------------------------------------------------------------------------------------------------------
+// ---- the table: function -> argument -> [what its source has on the line that computes it, (call, e, ...index) -> number]
 
-const S = Math.sqrt(2 / Math.PI), CUBE = 0.044715, sigmoid = x => 1 / (1 + Math.exp(-x));
 const positionsOf = {};  // token -> where it is in the prompt
 inputs.forEach((id, t) => (positionsOf[id] ??= []).push(t));
 
-// function -> argument -> [what its source has on the line that computes it, (call, e, ...index) -> number]
 const FORMULAS = {
   encoder_forward: {
     out: ["np.take(", (c, e, t, j) => e.of(c.wte, inputs[t], j) + (c.wpe ? e.of(c.wpe, t, j) : 0)],
@@ -237,74 +245,64 @@ const FORMULAS = {
     dwte: ["dwte[tokens", (c, e, id, j) => {
       const at = positionsOf[id] ?? [], before = c.ins.dwte ? e.of(c.ins.dwte, id, j) : 0;
       e.is("positions with this token", at.length);
-      return at.reduce((sum, t) => sum + e.of(c.dout, t, j), before);
+      return total(at.length, i => e.of(c.dout, at[i], j)) + before;
     }],
     dwpe: ["np.add.reduce(dout", (c, e, t, j) => t < T ? e.of(c.dout, t, j) : e.is("no token is there", 0)],
   },
   matmul_forward: {
-    out: ["np.matmul(inp, weight.T", (c, e, t, j) => e.sum("inputs × weights", c.C, [c.inp, 1, t, 0], [c.weight, 1, j, 0])
-      + (c.bias ? e.of(c.bias, j) : 0)],
+    out: ["np.matmul(inp, weight.T", (c, e, t, j) =>
+      e.sum("inputs × weights", c.C, [c.inp, 1, t, 0], [c.weight, 1, j, 0]) + (c.bias ? e.of(c.bias, j) : 0)],
   },
   matmul_backward: {
     dinp: ["np.matmul(dout, weight", (c, e, t, i) =>
       e.sum("all outputs that it went into", c.OC, [c.dout, 1, t, 0], [c.weight, 0, 0, i])],
     dweight: ["np.matmul(dout.T", (c, e, j, i) =>
       e.sum("all positions that it was used at", T, [c.dout, 0, 0, j], [c.inp, 0, 0, i])],
-    dbias: ["out=dbias", (c, e, j) => e.sum("all positions", T, [c.dout, 0, 0, j])],
+    dbias: ["out=dbias", DBIAS],
   },
   layernorm_forward: NORM, layernorm_backward: NORM_BACKWARD,
   rmsnorm_forward: NORM, rmsnorm_backward: NORM_BACKWARD,
   residual_forward: { out: ["np.add(inp1", (c, e, t, j) => e.of(c.inp1, t, j) + e.of(c.inp2, t, j)] },
   attention_forward: {
     preatt: ["np.matmul(query[b]", score],
-    att: ["np.exp(a", (c, e, h, t, t2) => t2 > t ? e.is("a later position: masked", 0)
-      : softmax(c, e, scored(c, e, h, t, t2), h * T + t, t + 1, x => scored(c, silent, h, t, x))],
+    att: ["np.exp(a", probability],
     out: ["np.matmul(a, value[b]", (c, e, t, j) => {
       const h = Math.floor(j / c.HS);
       return e.sum("probabilities × values", t + 1, [c.att, 2, h, t, 0], [c.inp, 0, 0, value(c, h) + j % c.HS]);
     }],
   },
-  attention_backward: {  // Llama's datt becomes the gradient of the scores in place
+  attention_backward: {  // Llama's datt becomes the gradient of the scores, in place
     datt: ["out=da)|d *= scale", (c, ...rest) => (c.dpreatt ? gradientOfAtt : gradientOfScore)(c, ...rest)],
     dpreatt: ["dp *= scale", gradientOfScore],
     dinp: [(c, t, j) => `out=d${["query", "key", "value"][whose(c, j)]}`, gradientOfQkv],
   },
-  rope_forward: { qkv: ["a[...], b[...]", (c, e, t, j) => rotated(c, e, c.ins.qkv, 1, t, j)] },
-  rope_backward: { dqkv: ["rope_forward(dqkv", (c, e, t, j) => rotated(c, e, c.ins.dqkv, -1, t, j)] },
+  rope_forward: { qkv: rotation("a[...], b[...]", "qkv", 1) },
+  rope_backward: { dqkv: rotation("rope_forward(dqkv", "dqkv", -1) },
   qknorm_forward: {
     rstd: ["rstd[...] =", (c, e, t, h) => {
-      const head = [c.ins.qkv, 1, t, h * c.HS];
-      return e.is("1 / √(their mean)", 1 / Math.sqrt(e.sum("squares of the head", c.HS, head, head) / c.HS + 2 ** -23));
+      const head = [c.ins.qkv, 1, t, h * c.HS], squares = e.sum("squares of the head", c.HS, head, head);
+      return e.is("1 / √(their mean)", 1 / Math.sqrt(squares / c.HS + 2 ** -23));
     }],
     qkv: ["heads *= rstd", (c, e, t, j) => {
       const h = Math.floor(j / c.HS), x = e.of(c.ins.qkv, t, j);
       if (h >= 2 * c.NH) return e.is("a value: it is not normalized", x);
-      const y = x * e.of(c.rstd, t, h);
-      return h < c.NH ? e.is("a query: their product × 0.12 √HS", y * .12 * Math.sqrt(c.HS)) : y;
+      return x * e.of(c.rstd, t, h) * (h < c.NH ? e.is("a query: × 0.12 √HS", .12 * Math.sqrt(c.HS)) : 1);
     }],
   },
   qknorm_backward: {
     dqkv: ["d -= out", (c, e, t, j) => {
-      const h = Math.floor(j / c.HS), start = h * c.HS, d = e.of(c.ins.dqkv, t, j);
+      const { dqkv, qkv } = c.ins, h = Math.floor(j / c.HS), start = h * c.HS, d = e.of(dqkv, t, j);
       if (h >= 2 * c.NH) return e.is("a value: it was not normalized", d);
-      const scale = e.is("the scale", h < c.NH ? .12 * Math.sqrt(c.HS) : 1), y = e.of(c.qkv, t, j);
-      const mean = e.sum("gradients × results of the head", c.HS, [c.ins.dqkv, 1, t, start], [c.qkv, 1, t, start]) / c.HS;
-      const dn = e.is("scale × gradient − result × the mean of that / scale", scale * d - y * mean / scale);
-      return dn * e.of(c.rstd, t, h);
+      const scale = e.is("the scale", h < c.NH ? .12 * Math.sqrt(c.HS) : 1), y = e.of(qkv, t, j);
+      const sum = e.sum("gradients × results of the head", c.HS, [dqkv, 1, t, start], [qkv, 1, t, start]);
+      const words = "scale × gradient − result × the mean of that / scale";
+      return e.is(words, scale * d - y * sum / c.HS / scale) * e.of(c.rstd, t, h);
     }],
   },
-  gelu_forward: {
-    out: ["np.tanh(", (c, e, t, j) => {
-      const x = e.of(c.inp, t, j), h = e.is("tanh(√(2/π) (x + 0.044715 x³))", Math.tanh(S * (x + CUBE * x * x * x)));
-      return e.is("x/2 × (1 + that)", x / 2 * (1 + h));
-    }],
-  },
-  gelu_backward: {
-    dinp: ["out=dinp[start:stop]", (c, e, t, j) => {
-      const d = e.of(c.dout, t, j), x = e.of(c.inp, t, j), h = Math.tanh(S * (x + CUBE * x * x * x));
-      return d * e.is("GELU's slope at x", (1 + h) / 2 + x / 2 * (1 - h * h) * S * (1 + 3 * CUBE * x * x));
-    }],
-  },
+  gelu_forward: { out: apply("np.tanh(", "x/2 × (1 + tanh(√(2/π) (x + 0.044715 x³)))", gelu) },
+  gelu_backward: { dinp: slope("out=dinp[start:stop]", "GELU's slope at x", geluSlope) },
+  relu2_forward: { out: apply("np.maximum", "max(x, 0)²", x => Math.max(0, x) ** 2) },
+  relu2_backward: { dinp: slope("np.multiply", "2 max(x, 0)", x => 2 * Math.max(0, x)) },
   swiglu_forward: {
     out: ["np.divide(gate", (c, e, t, j) => {
       const up = e.of(c.inp, t, j), gate = e.of(c.inp, t, c.F + j);
@@ -319,34 +317,21 @@ const FORMULAS = {
         : e.is("dout × up × s × (1 + gate × (1 − s))", d * up * s * (1 + gate * (1 - s)));
     }],
   },
-  relu2_forward: { out: ["np.maximum", (c, e, t, j) => e.is("max(x, 0)²", Math.max(0, e.of(c.inp, t, j)) ** 2)] },
-  relu2_backward: {
-    dinp: ["np.multiply", (c, e, t, j) =>
-      e.of(c.dout, t, j) * e.is("2 max(x, 0)", 2 * Math.max(0, e.of(c.inp, t, j)))],
-  },
-  cap_forward: {
-    logits: ["z /=", (c, e, t, j) => {
-      const z = e.of(c.ins.logits, t, j);
-      return e.is("15 z / √(z² + 15²)", 15 * z / Math.hypot(z, 15));
-    }],
-  },
+  cap_forward: { logits: apply("z /=", "15 x / √(x² + 15²)", x => 15 * x / Math.hypot(x, 15), "logits") },
   cap_backward: {
-    dlogits: ["square * np.sqrt", (c, e, t, j) => {
-      const d = e.of(c.ins.dlogits, t, j), y = e.of(c.logits, t, j);
-      return d * e.is("the cap's slope, (1 − (y / 15)²)^1.5", (1 - (y / 15) ** 2) ** 1.5);
-    }],
+    dlogits: slope("square * np.sqrt", "the cap's slope, (1 − (x / 15)²)^1.5", x => (1 - (x / 15) ** 2) ** 1.5, "logits",
+      "dlogits"),
   },
   softmax_forward: {
     probs: ["np.exp(p", (c, e, t, j) => softmax(c, e, e.of(c.logits, t, j), t, c.V, i => c.logits.num(t, i))],
   },
   crossentropy_forward: {
-    losses: ["np.negative(np.log", (c, e, t) =>
-      e.is("−log of the probability of the token that came", -Math.log(e.of(c.probs, t, targets[t])))],
+    losses: ["np.negative(np.log", (c, e, t) => e.is("−log of it", -Math.log(e.of(c.probs, t, targets[t])))],
   },
   crossentropy_softmax_backward: {
     dlogits: ["np.multiply(probs", (c, e, t, j) => {
-      const p = e.of(c.probs, t, j), d = e.of(c.dlosses, t), came = e.is("1 if it is the token that came", +(j === targets[t]));
-      return e.is("(probability − that) × dloss", (p - came) * d);
+      const p = e.of(c.probs, t, j), came = e.is("1 if this token came, else 0", +(j === targets[t]));
+      return e.is("probability − that", p - came) * e.of(c.dlosses, t);
     }],
   },
 };
@@ -358,17 +343,19 @@ function explain(tensor, index) {  // -> Explanation with .value, and the line's
 }
 
 function explainMove(key, k) {  // the optimizer's move of the k-th weight that is shown
-  const u = data.update, { at, moved, m, v, rate } = moves(key), index = at.map(x => x[k]);
-  const e = new Explanation(), w = e.of(newest[key], ...index);
-  e.of(gradients[key], ...index);
-  if (rate === null)
-    return Object.assign(e, { f: "muon_update", mark: "param -= u", value: e.is("Muon makes all directions of m, a running"
-      + " mean of the gradient, equally long in the whole matrix. This weight moves by", moved[k]) });
-  e.is(`m += ${say(1 - u.beta1)} (gradient − m), its running mean, becomes`, m[k]);
-  e.is(`v += ${say(1 - u.beta2)} (gradient² − v), that of its square, becomes`, v[k]);
+  const u = data.update, { index, moved, m, v, rate } = moves(key), e = new Explanation();
+  const w = e.of(newest[key], ...index(k));
+  e.of(gradients[key], ...index(k));
+  if (rate === null) {
+    const value = e.is("Muon makes all directions of m, a running mean of the gradient, equally long", moved[k]);
+    return Object.assign(e, { value, f: "muon_update", mark: "param -= u" });
+  }
+  e.is(`m, the running mean of the gradient: m += ${say(1 - u.beta1)} (gradient − m)`, m[k]);
+  e.is(`v, the running mean of its square: v += ${say(1 - u.beta2)} (gradient² − v)`, v[k]);
   const a = e.is(`m, as if it had not begun at 0: m / (1 − ${u.beta1}^${u.step})`, m[k] / (1 - u.beta1 ** u.step));
   const b = e.is(`v likewise: v / (1 − ${u.beta2}^${u.step})`, v[k] / (1 - u.beta2 ** u.step));
-  const decay = u.weight_decay ? ` + ${u.weight_decay} × the weight` : "";
-  return Object.assign(e, { f: "adamw_update", mark: "p -= t", value: e.is(`−${say(rate)} × (that m / (√ of that v + ${u.eps})${
-    decay})`, -rate * (a / (Math.sqrt(b) + u.eps) + u.weight_decay * w)) });
+  const step = e.is(`that m / (√ of that v + ${u.eps})`, a / (Math.sqrt(b) + u.eps));
+  const decay = e.is(`weight decay, ${u.weight_decay} × the weight`, u.weight_decay * w);
+  const value = e.is(`−${say(rate)} × the sum of both`, -rate * (step + decay));
+  return Object.assign(e, { value, f: "adamw_update", mark: "p -= t" });
 }

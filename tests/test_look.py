@@ -44,6 +44,7 @@ def open_page(run, tmp_path):
             page.on("console", lambda message: errors.append(message.text))
             page.on("pageerror", lambda error: errors.append(str(error)))
             page.goto(f"file://{tmp_path}/look.html")
+            page.wait_for_selector("#prompt button")
             return page, data, recorder
 
         yield show
@@ -120,9 +121,7 @@ def test_it_is_used_by_click_and_key_in_both_themes(open_page, width):
     page.locator("h2").first.click()
     page.keyboard.press("Escape")
     page.wait_for_function("state.key === ''")
-    page.keyboard.press("/")
-    page.keyboard.type("fch 2")
-    page.keyboard.press("Enter")
+    page.click('[data-key="fch|1"]')
     page.wait_for_function("state.key === 'fch|1'")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
