@@ -3,9 +3,9 @@ One training step of your own model as a page: every tensor, forward, backward a
 
     python look.py runs/first --prompt "The cat sat on the mat."     # writes look.html, and opens it
 
-The step is the trainer's: the layers of train_gpt2.py or train_llama3.py run on the prompt, and are watched. Their
-results are rounded to 16 bits, as the page holds them: what it shows follows from what it shows. look/formulas.js
-has each layer's formula for a single number, look/page.js the pictures. The file needs no network.
+The step is the trainer's: the layers of train_gpt2.py or train_llama3.py run on the prompt, and are watched. The page
+gets the weights, rounded to 8 bits each before the step, and who read and wrote what; it computes all other numbers
+itself. look/formulas.js has each layer's formula for a single number, look/page.js the pictures. It needs no network.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
@@ -31,7 +31,10 @@ from llmc.resume import checkpoint_paths, complete_checkpoints
 from llmc.tensors import flat, table_elements, views
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "look")
-MOST_TOKENS, MOST_MB, MOST_FRAMES, GRID = 64, 64, 12, 32
+MOST_TOKENS, MOST_MB, MOST_FRAMES, MOST_ROWS = 64, 64, 12, 32
+
+
+same = functools.partial(np.array_equal, equal_nan=True)
 
 
 @contextlib.contextmanager
@@ -115,7 +118,8 @@ class Recorder:
         return x[: self.V] if kind in ("params", "grads") and self.table[name].vocabulary else x
 
     def record(self, f, arguments):
-        """Call a layer's function, and note what it reads and writes."""
+        """Call a layer's function, and note what it reads and writes. What it wrote may have been read before, as by
+        `+=`: if its content was known, it is among both."""
         arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
         before, number = {name: self.cut(x).copy() for name, x in arrays.items()}, len(self.calls)
         f(**arguments)
@@ -123,8 +127,8 @@ class Recorder:
         for name, x in arrays.items():
             if not same(self.cut(x), before[name]) and x.ctypes.data not in written.values():
                 written[name] = x.ctypes.data
-        ins = {name: self.number(x, before[name], name) for name, x in arrays.items()
-               if name not in written or self.is_known(x, before[name]) and is_read(f, arguments, before, name)}
+        ins = {name: self.newest[x.ctypes.data] if self.is_known(x, before[name]) else self.add(x, before[name], name)
+               for name, x in arrays.items() if name not in written or self.is_known(x, before[name])}
         pair = f.__name__.rsplit("_", 1)[0], self.key(arrays["inp"]) if "inp" in arrays else ""
         is_forward = f.__name__.endswith("_forward")
         if is_forward:
@@ -138,10 +142,6 @@ class Recorder:
 
     def is_known(self, x, content):
         return x.ctypes.data in self.newest and same(self.contents[self.newest[x.ctypes.data]], content)
-
-    def number(self, x, content, argument):
-        """The number of the tensor with x's memory and this content."""
-        return self.newest[x.ctypes.data] if self.is_known(x, content) else self.add(x, content, argument)
 
     def add(self, x, content, argument, of=None, by=None):
         """A new tensor, the gradient `of` (name, layer) or itself, written by call `by`; returns its number."""
@@ -167,18 +167,6 @@ class Recorder:
         if arrays[name].ctypes.data in self.newest:
             layers.append(self.tensors[self.newest[arrays[name].ctypes.data]]["layer"])
         return name[1:], next((l for l in layers if l != ""), "")
-
-
-def is_read(f, arguments, before, name):
-    """Whether a function reads the array that it also writes: NaN would stay. before: the arrays before the call."""
-    copies = {argument: x.copy() for argument, x in before.items()}
-    copies[name].fill(np.nan)
-    f(**{**arguments, **copies})
-    return np.isnan(copies[name]).any()
-
-
-def same(a, b):
-    return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
 
 
 def best(probs, count):
@@ -219,7 +207,7 @@ def gradient_times_input(model, architecture, T, embedded):
 
 
 def update(model, path, settings, numbers):
-    """The optimizer's update by this step's gradients: of each matrix, in a grid of blocks, the weight that moved most;
+    """The optimizer's update by this step's gradients: of each matrix, where the rows and columns cross that move most;
     rate: AdamW's learning rate there, None where it is Muon. The moments are those of a run's newest checkpoint, if
     there are; else it is a first update."""
     optimizer, step, shown = model.optimizer, 0, {}
@@ -237,29 +225,24 @@ def update(model, path, settings, numbers):
         sources = [getattr(source, name) for source in (moved, optimizer.m, optimizer.v)]
         for l in range(row.shape[0]) if row.stacked else ("",):
             parts = [x[l] if row.stacked else x[: model.config.V] if row.vocabulary else x for x in sources]
-            at = most_in_blocks(np.abs(parts[0]))
+            at = [np.sort(moving_most(parts[0], axis)[:MOST_ROWS]) for axis in range(parts[0].ndim)]
             rate = None if name in others else settings.learning_rate * rates.get(name, 1.0)
-            values = *at, *(x[at] for x in parts)
-            shown[f"{name}|{l}"] = dict(count=len(at[0]), rate=rate, values=[numbers.add(x) for x in values])
-    lengths = np.linalg.norm(moved.wte[: model.config.V], axis=1)
+            shown[f"{name}|{l}"] = dict(at=[x.tolist() for x in at], rate=rate,
+                                        values=[numbers.add(x[np.ix_(*at)]) for x in parts])
     decay = settings.weight_decay * getattr(optimizer, "DECAY", 1.0) if settings.decay == "all" else 0.0
     return dict(tensors=shown, step=step + 1, learning_rate=settings.learning_rate, beta1=settings.beta1,
                 beta2=settings.beta2, eps=settings.eps, weight_decay=decay, optimizer=type(optimizer).__name__,
-                embeddings=[[int(id), float(lengths[id])] for id in np.argsort(-lengths, kind="stable")[:12]])
+                embeddings=[[int(id), float(np.linalg.norm(moved.wte[id]))] for id in moving_most(moved.wte, 0)[:12]])
 
 
-def most_in_blocks(x):
-    """The index of the largest number in each block of at most GRID x GRID (of a vector: of all), as np.where's."""
-    if x.ndim == 1:
-        return (np.arange(x.size),)
-    rows, columns = (np.linspace(0, n, min(n, GRID) + 1).astype(int) for n in x.shape)
-    at = [(r, c, *np.unravel_index(np.argmax(block := x[r:r2, c:c2]), block.shape))
-          for r, r2 in zip(rows, rows[1:]) for c, c2 in zip(columns, columns[1:])]
-    return tuple(np.array([(r + i, c + j) for r, c, i, j in at]).T)
+def moving_most(x, axis):
+    """The indices along an axis, those with the largest numbers first."""
+    lengths = np.square(x).sum(axis=tuple(other for other in range(x.ndim) if other != axis))
+    return np.argsort(-lengths, kind="stable")
 
 
 def film(path, inputs, targets, numbers):
-    """The prompt in the checkpoints of a run: loss, guesses, attention, and the size of the residual stream."""
+    """The prompt in the checkpoints of a run: loss, guesses, and attention, in steps of 1/32."""
     steps, frames = complete_checkpoints(path) if os.path.isdir(path) else [], []
     for i in sorted({round(x) for x in np.linspace(0, len(steps) - 1, MOST_FRAMES)}) if len(steps) > 1 else ():
         model = load(checkpoint_paths(path, steps[i])[0])
@@ -279,14 +262,13 @@ def look(path, prompt, tokenizer=""):
     T, most = len(ids) - 1, min(MOST_TOKENS, opened.T)
     if not 2 <= T <= most:
         raise UserError(f"--prompt: {len(ids)} token{'s' * (T != 0)}, expected 3 to {most + 1}")
-    tables = architecture.activation_table(config, 1, T), architecture.scratch_table(config, 1, T)
     megabytes = table_elements(model.params.table) * 4 / 3 / 1e6  # in base64
     if megabytes > MOST_MB:
         raise UserError(f"{path}: the page would have {megabytes:,.0f} MB, of at most {MOST_MB}: look at a smaller"
-                        " model, like d4, or pass a shorter --prompt")
+                        " model, like d4")
     model.allocate_activations(1, T)
     model.allocate_training(1, T)
-    model.acts, model.scratch = views(tables[0], model.activations_buffer), views(tables[1], model.scratch.buffer)
+    model.acts = views(architecture.activation_table(config, 1, T), model.activations_buffer)
     for tensors in (model.acts, model.scratch):
         flat(tensors).fill(np.nan)  # so that whatever is written differs from it
     calls, numbers = [], Numbers()
@@ -305,13 +287,12 @@ def look(path, prompt, tokenizer=""):
     with watching(architecture, record):
         model.backward()
     optimizer = vars(sys.modules[type(model.optimizer).__module__])
-    updates = {f for name, f in optimizer.items() if name in ("adamw_update", "muon_update")}
+    functions = {f for f, _ in calls} | {f for name, f in optimizer.items() if name in ("adamw_update", "muon_update")}
     source = {f.__name__: dict(text=inspect.getsource(f), line=inspect.getsourcelines(f)[1],
-                               file=os.path.basename(inspect.getsourcefile(f)))
-              for f in updates | {f for f, _ in calls}}
+                               file=os.path.basename(inspect.getsourcefile(f))) for f in functions}
     words = [opened.tokenizer.decode([id]) for id in range(config.V)]
     return dict(
-        path=path, title=architecture.TITLE, model=config.describe(), loss=loss, losses=losses, ids=ids.tolist(), V=config.V,
+        path=path, title=architecture.TITLE, model=config.describe(), loss=loss, losses=losses, ids=ids.tolist(),
         L=config.L, NH=config.NH, calls=recorder.calls, forward=forward, gradients=recorder.gradients, source=source,
         tensors=recorder.tensors, guesses=guesses, depends=numbers.add(depends), vocabulary=words,
         update=update(model, path, architecture.Settings(), numbers), film=film(path, inputs, targets, numbers),

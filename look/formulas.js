@@ -113,15 +113,10 @@ class Explanation extends Arithmetic {  // also remembers each part
     return value;
   }
   sum(words, count, ...factors) {
-    const rows = list(count, i => {
-      const values = factors.map(([tensor, axis, ...start]) => {
-        const index = start.with(axis, start[axis] + i);
-        return { tensor, index, value: tensor.num(...index) };
-      });
-      const [tensor, axis, ...start] = factors[0];
-      return { label: tensor.inWords(axis, start[axis] + i), values,
-        product: values.reduce((product, x) => product * x.value, 1) };
-    });
+    const rows = list(count, i => factors.map(([tensor, axis, ...start]) => {
+      const index = start.with(axis, start[axis] + i);
+      return { tensor, index, label: tensor.inWords(axis, index[axis]), value: tensor.num(...index) };
+    }));
     const value = super.sum(words, count, ...factors);
     this.parts.push({ words, rows, value });
     return value;
@@ -210,14 +205,14 @@ const gradientOfAtt = (c, e, h, t, t2) =>
   e.sum("gradient of the head's output × value", c.HS, [c.dout, 1, t, query(c, h)], [c.inp, 1, t2, value(c, h)]);
 function gradientOfScore(c, e, h, t, t2) {
   if (t2 > t) return e.is("a later position: masked", 0);
-  const datt = (e, x) => c.dpreatt ? e.of(c.datt, h, t, x) : gradientOfAtt(c, e, h, t, x);
+  const datt = (e, x) => c.outs.dpreatt ? e.of(c.outs.datt, h, t, x) : gradientOfAtt(c, e, h, t, x);
   const sum = once(c, h * T + t, () => total(t + 1, x => c.att.num(h, t, x) * datt(silent, x)));
   const own = datt(e, t2), a = e.of(c.att, h, t, t2);
   e.is("sum over the row of att × datt", sum);
   return e.is(`att × (datt − that sum) / √${c.HS}`, a * (own - sum) / Math.sqrt(c.HS));
 }
 function gradientOfQkv(c, e, t, j) {
-  const { HS, NH, NKV } = c, scores = c.dpreatt ?? c.datt, head = Math.floor(j / HS), i = j % HS;
+  const { HS, NH, NKV } = c, scores = c.outs.dpreatt ?? c.outs.datt, head = Math.floor(j / HS), i = j % HS;
   if (whose(c, j) === 0)
     return e.sum("gradients of its scores × keys", t + 1, [scores, 2, head, t, 0], [c.inp, 0, 0, key(c, head) + i]);
   const every = NH / NKV, first = (head - NH) % NKV * every;  // the heads that share the key and value
@@ -232,11 +227,12 @@ const rotation = (mark, arg, sign) => [mark, (c, e, t, j) => {
   return j % 2 ? e.is("a sin + b cos", a * sin + b * cos) : e.is("a cos − b sin", a * cos - b * sin);
 }];
 
-// ---- the table: function -> argument -> [what its source has on the line that computes it, (call, e, ...index) -> number]
+// ---- the table ------------------------------------------------------------------------------------------------------
 
 const positionsOf = {};  // token -> where it is in the prompt
 inputs.forEach((id, t) => (positionsOf[id] ??= []).push(t));
 
+// function -> argument -> [what its source has on the line that computes it, (call, e, ...index) -> number]
 const FORMULAS = {
   encoder_forward: {
     out: ["np.take(", (c, e, t, j) => e.of(c.wte, inputs[t], j) + (c.wpe ? e.of(c.wpe, t, j) : 0)],
@@ -272,7 +268,7 @@ const FORMULAS = {
     }],
   },
   attention_backward: {  // Llama's datt becomes the gradient of the scores, in place
-    datt: ["out=da)|d *= scale", (c, ...rest) => (c.dpreatt ? gradientOfAtt : gradientOfScore)(c, ...rest)],
+    datt: ["out=da)|d *= scale", (c, ...rest) => (c.outs.dpreatt ? gradientOfAtt : gradientOfScore)(c, ...rest)],
     dpreatt: ["dp *= scale", gradientOfScore],
     dinp: [(c, t, j) => `out=d${["query", "key", "value"][whose(c, j)]}`, gradientOfQkv],
   },
@@ -319,8 +315,8 @@ const FORMULAS = {
   },
   cap_forward: { logits: apply("z /=", "15 x / √(x² + 15²)", x => 15 * x / Math.hypot(x, 15), "logits") },
   cap_backward: {
-    dlogits: slope("square * np.sqrt", "the cap's slope, (1 − (x / 15)²)^1.5", x => (1 - (x / 15) ** 2) ** 1.5, "logits",
-      "dlogits"),
+    dlogits: slope("square * np.sqrt", "the cap's slope, (1 − (x / 15)²)^1.5", x => (1 - (x / 15) ** 2) ** 1.5,
+      "logits", "dlogits"),
   },
   softmax_forward: {
     probs: ["np.exp(p", (c, e, t, j) => softmax(c, e, e.of(c.logits, t, j), t, c.V, i => c.logits.num(t, i))],

@@ -1,4 +1,3 @@
-"use strict";
 // What one sees. The address says what is shown: #mode/tensor/index.
 
 // ---- pictures: { rows, columns, number(row, column), low, high, full } ----------------------------------------------
@@ -9,19 +8,26 @@ const isDark = () => (document.documentElement.style.colorScheme
 function palette() {  // 511 colors, orange for negative to blue for positive: the color-blind tell them apart, too
   const [low, middle, high] = isDark() ? [[255, 150, 60], [32, 34, 40], [110, 185, 255]]
     : [[179, 88, 6], [250, 249, 246], [5, 80, 160]];
-  return list(511, i => middle.map((m, channel) => m + ((i < 255 ? low : high)[channel] - m) * Math.abs(i - 255) / 255));
+  const ends = [low, high].map(end => end.map((x, channel) => x - middle[channel]));
+  return list(511, i => middle.map((x, channel) => x + ends[+(i > 255)][channel] * Math.abs(i - 255) / 255));
 }
 let colors = palette();
 
 function span(numbers) {  // full: the size that has the full color; one number of 200 is larger
-  const finite = Array.from(numbers).filter(isFinite), sizes = [];
-  for (let i = 0; i < finite.length; i += Math.ceil(finite.length / 4096)) sizes.push(Math.abs(finite[i]));
-  const [low, high] = finite.reduce(([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
+  const sizes = [], every = Math.ceil(numbers.length / 4096);
+  let low = Infinity, high = -Infinity;
+  for (let i = 0; i < numbers.length; i++) {
+    if (!isFinite(numbers[i])) continue;
+    low = Math.min(low, numbers[i]);
+    high = Math.max(high, numbers[i]);
+    if (i % every === 0) sizes.push(Math.abs(numbers[i]));
+  }
   return { low, high, full: sizes.sort((a, b) => a - b)[Math.floor(sizes.length * .995)] || Math.max(-low, high) || 1 };
 }
 
-function draw({ rows, columns, number, full }, width = columns, height = rows) {  // a pixel has its largest number
-  const canvas = make("canvas"), w = canvas.width = Math.min(columns, width), h = canvas.height = Math.min(rows, height);
+// A pixel has the largest of its numbers.
+function draw({ rows, columns, number, full }, width = columns, height = rows, canvas = make("canvas")) {
+  const w = canvas.width = Math.min(columns, width), h = canvas.height = Math.min(rows, height);
   const context = canvas.getContext("2d"), image = context.createImageData(w, h);
   for (let y = 0; y < h; y++) for (let x = 0; x < w; x++) {
     let most = 0;
@@ -39,22 +45,22 @@ function draw({ rows, columns, number, full }, width = columns, height = rows) {
 
 // Of a tensor: tokens across, channels down; a weight as it is; one head's attention, or all side by side.
 function pictureOf(tensor, head) {  // at(row, column) is the index of a number, cell(index) where it is
-  const [I, J = 1, K] = tensor.shape;
-  const picture = K && head === undefined ? { rows: J, columns: I * K, at: (r, c) => [Math.floor(c / K), r, c % K] }
-    : K ? { rows: J, columns: K, at: (r, c) => [head, r, c], cell: ([, r, c]) => [r, c] }
-      : tensor.shape.length === 1 ? { rows: 1, columns: I, at: (r, c) => [c], cell: ([c]) => [0, c] }
-        : tensor.isWeight ? { rows: I, columns: J, at: (r, c) => [r, c], cell: index => index }
-          : { rows: J, columns: I, at: (r, c) => [c, r], cell: ([c, r]) => [r, c] };
-  return { ...picture, number: (r, c) => tensor.num(...picture.at(r, c)), ...span(tensor.data) };
+  const [I, J = 1, K] = tensor.shape, x = tensor.data, limits = span(x);
+  if (K && head === undefined)
+    return { rows: J, columns: I * K, number: (r, c) => x[(Math.floor(c / K) * J + r) * K + c % K], ...limits };
+  const [rows, columns, at, cell] = K ? [J, K, (r, c) => [head, r, c], ([, r, c]) => [r, c]]
+    : J === 1 ? [1, I, (r, c) => [c], ([c]) => [0, c]]
+      : tensor.isWeight ? [I, J, (r, c) => [r, c], index => index] : [J, I, (r, c) => [c, r], ([c, r]) => [r, c]];
+  const [start, below, right] = [[0, 0], [1, 0], [0, 1]].map(([r, c]) => tensor.flat(...at(r, c)));
+  return { rows, columns, number: (r, c) => x[start + r * (below - start) + c * (right - start)], at, cell, ...limits };
 }
 
-function moves(key) {  // the optimizer's: the largest of each block of a weight; index: where the k-th block's is
-  const { count, values, rate } = data.update.tensors[key], { shape } = newest[key];
-  const numbers = values.map(where => stored(where, count)), [moved, m, v] = numbers.slice(-3);
-  const columns = shape.length === 1 ? shape[0] : Math.min(shape[1], 32), number = (r, c) => moved[r * columns + c];
-  return { rows: count / columns, columns, number, at: (r, c) => [r * columns + c],
-    cell: ([k]) => [Math.floor(k / columns), k % columns], ...span(moved),
-    moved, m, v, rate, index: k => numbers.slice(0, -3).map(x => x[k]) };
+function moves(key) {  // the optimizer's, of the rows and columns that move most; index: of the k-th weight
+  const { at, values, rate } = data.update.tensors[key], [columns, rows] = [at.at(-1).length, at[1] ? at[0].length : 1];
+  const [moved, m, v] = values.map(where => stored(where, rows * columns)), number = (r, c) => moved[r * columns + c];
+  const cell = ([k]) => [Math.floor(k / columns), k % columns];
+  const index = k => at.map((indices, axis) => indices[at[1] ? cell([k])[axis] : k]);
+  return { rows, columns, number, at: (r, c) => [r * columns + c], cell, index, moved, m, v, rate, ...span(moved) };
 }
 
 function make(tag, fields = {}, ...children) {
@@ -86,8 +92,8 @@ function bigPicture(picture, [row, column], choose, ariaLabel, ...labelled) {
   const chosen = make("i", { style: `left:${column * across - 2}px;top:${row * up - 2}px;width:${
     Math.max(across, 2) + 4}px;height:${Math.max(up, 2) + 4}px` });
   return make("div", {}, make("div", { className: "big" },
-    labelled.includes("across") ? labels("across", "width", across) : make("i"),
-    labelled.includes("down") ? labels("down", "height", up) : make("i"), make("div", {}, canvas, chosen)),
+    ...(labelled.includes("across") ? [labels("across", "width", across)] : []),
+    ...(labelled.includes("down") ? [labels("down", "height", up)] : []), make("div", {}, canvas, chosen)),
   make("p", {}, `colors: ${say(least)}`, legend, `${say(full)}, and beyond`));
 }
 
@@ -129,7 +135,7 @@ function read() {  // the address -> state; what is wrong in it is ignored
   const tensor = state.tensor = tensors[number] ?? (state.mode === "backward" ? gradients : newest)[key];
   const isUpdate = state.mode === "update";
   if (!tensor || isUpdate && !tensor.isWeight) return void (state.key = "");
-  const sizes = isUpdate ? [data.update.tensors[key].count] : tensor.shape;
+  const sizes = isUpdate ? [moves(key).moved.length] : tensor.shape;
   const last = tensor.isWeight ? -1 : tensor.shape.length === 3 ? 1 : 0;  // at first, the last position is chosen
   state.index = sizes.map((n, axis) =>
     Math.max(0, Math.min(n - 1, Math.floor(state.given[axis] ?? (axis === last ? n : 0)))) || 0);
@@ -137,18 +143,18 @@ function read() {  // the address -> state; what is wrong in it is ignored
 }
 
 function tile(key, mode) {
-  const tensor = newest[key], shown = mode === "backward" ? gradients[key] : tensor, [range, canvas] = [
-    words("small", "…"), make("canvas")];
-  const [I, J = 1, K] = shown.shape, limits = K && mode !== "update" ? [208, 56] : [104, 56];
-  const [columns, rows] = mode === "update" ? [32, J > 1 ? 32 : 1] : K ? [I * K, J] : tensor.isWeight ? [J, I] : [I, J];
+  const tensor = newest[key], shown = mode === "backward" ? gradients[key] : tensor, isUpdate = mode === "update";
+  const [I, J = 1, K] = shown.shape, limits = K && !isUpdate ? [I * K, J] : [104, 56];
+  const [columns, rows] = isUpdate ? [32, J > 1 ? 32 : 1] : K ? [208, 56] : tensor.isWeight && J > 1 ? [J, I] : [I, J];
+  const canvas = make("canvas"), range = words("small", "…");
+  const width = Math.max(48, Math.min(columns, K ? 208 : 104)), height = Math.max(6, Math.min(rows, 56));
+  canvas.style = `width:${width}px;height:${height}px`;
   const button = make("button", { className: tensor.isWeight ? "tile weight" : "tile", data: { key },
-    title: `${whatIs(tensor)}${ofLayer(tensor.layer)}`, onclick: () => { go(mode, key); showOnPhone("detail"); } },
+    title: whatIs(tensor) + ofLayer(tensor.layer), onclick: () => { go(mode, key); showOnPhone("detail"); } },
   canvas, (mode === "backward" ? "d" : "") + tensor.name, words("small", tensor.shape.join(" × ")), range);
-  const style = `width:${Math.max(48, Math.min(columns, limits[0]))}px;height:${Math.max(6, Math.min(rows, limits[1]))}px`;
-  canvas.style = style;  // before it is painted, so that nothing moves then
-  button.paint = () => {
-    const picture = mode === "update" ? moves(key) : pictureOf(shown);
-    button.firstChild.replaceWith(Object.assign(draw(picture, ...(K ? [] : limits)), { style }));
+  button.paint = () => {  // when it is first seen; its size stands before, so that nothing moves then
+    const picture = isUpdate ? moves(key) : pictureOf(shown);
+    draw(picture, ...limits, canvas);
     range.textContent = `${say(picture.low)} … ${say(picture.high)}`;
   };
   seen.observe(button);
@@ -177,11 +183,14 @@ function drawMap() {  // the calls of the forward pass, a box a layer, the last 
 }
 
 function termsOf(rows) {  // a sum's, the largest first
-  const sorted = rows.toSorted((a, b) => Math.abs(b.product) - Math.abs(a.product)), rest = sorted.slice(12);
-  return scroll(...sorted.slice(0, 12).map(({ label, values: [a, b], product }) => cells("td", label,
-    link(a.tensor, a.index, say(a.value)), ...(b ? ["×", link(b.tensor, b.index, say(b.value)), `= ${say(product)}`] : []))),
-  ...(rest.length ? [cells("td", `${rest.length} smaller`, ...(rows[0].values[1] ? ["", "", ""] : []),
-    `= ${say(rest.reduce((total, row) => total + row.product, 0))}`)] : []));
+  const product = ([a, b]) => a.value * (b ? b.value : 1), total = rows.reduce((sum, row) => sum + product(row), 0);
+  const shown = rows.toSorted((a, b) => Math.abs(product(b)) - Math.abs(product(a))).slice(0, 12);
+  const rest = total - shown.reduce((sum, row) => sum + product(row), 0);
+  const linked = x => link(x.tensor, x.index, say(x.value));
+  return scroll(...shown.map(row => cells("td", row[0].label, linked(row[0]),
+    ...(row[1] ? ["×", linked(row[1]), `= ${say(product(row))}`] : []))),
+  ...(rows.length > 12 ? [cells("td", `${rows.length - 12} smaller`, ...(rows[0][1] ? ["", "", ""] : []),
+    `= ${say(rest)}`)] : []));
 }
 
 function howMade(e) {  // and its function's source; the line that computes the number is marked
@@ -199,10 +208,9 @@ function drawDetail() {
   const { mode, key, index, tensor, picture } = state;
   if (!key) return mode === "update" ? mostMoved() : introduction();
   const isUpdate = mode === "update", what = whatIs(tensor), number = picture.number(...picture.cell(index));
-  const at = isUpdate ? picture.index(index[0]) : index, e = isUpdate ? explainMove(key, index[0]) : explain(tensor, index);
-  const readers = calls.filter(c => Object.values(c.ins).includes(tensor)).flatMap(c => Object.values(c.outs));
+  const [at, e] = isUpdate ? [picture.index(index[0]), explainMove(key, index[0])] : [index, explain(tensor, index)];
   return [words("h2", (isUpdate ? `${data.update.optimizer} moves ` : "") + tensor.title + ofLayer(tensor.layer)),
-    words("p", isUpdate ? "In each block, the weight that moves most." : tensor.isGradient
+    words("p", isUpdate ? "The rows and columns that move most." : tensor.isGradient
       ? `How the loss changes with ${tensor.name}: ${what}.` : `It is ${what}.`),
     words("p", `${tensor.shape.join(" × ")} numbers, ${say(picture.low)} … ${say(picture.high)}`),
     bigPicture(picture, picture.cell(index), (r, c) => go(mode, key, picture.at(r, c)), `${tensor.title}: ${what}`,
@@ -213,24 +221,15 @@ function drawDetail() {
     make("p", {}, `${tensor.title}[${at.join(", ")}], ${at.map((i, axis) => tensor.inWords(axis, i)).join(", ")}: `,
       words("output", say(number))),
     ...(e ? howMade(e) : [words("p", tensor.isWeight
-      ? "Training made this weight. Backward has its gradient, Update how it moves." : "It is given.")]),
-    make("p", {}, readers.length && !isUpdate ? "It goes into " : "", ...(isUpdate ? [] : readers).flatMap((x, i) =>
-      [i ? ", " : "", link(x, x.shape.map(() => 0), x.title + ofLayer(x.layer))]))];
+      ? "Training made this weight. Backward has its gradient, Update how it moves." : "It is given.")])];
 }
 
 function mostMoved() {
-  const most = Object.keys(data.update.tensors).map(key => {
-    const { moved } = moves(key), k = moved.reduce((best, x, i) => Math.abs(x) > Math.abs(moved[best]) ? i : best, 0);
-    return { key, k, move: moved[k] };
-  }).sort((a, b) => Math.abs(b.move) - Math.abs(a.move)).slice(0, 10);
-  return [words("h2", `Update: how far ${data.update.optimizer} moves each weight`),
-    words("p", `If the model were trained on this prompt next: step ${data.update.step}, learning rate ${
-      data.update.learning_rate}.`),
-    words("h3", "The weights that move most"), scroll(...most.map(({ key, k, move }) => cells("td",
-      make("a", { href: `#update/${key}/${k}`, textContent: newest[key].name + ofLayer(newest[key].layer) }),
-      say(move)))),
+  const { optimizer, step, learning_rate: rate, embeddings } = data.update;
+  return [words("h2", `Update: how far ${optimizer} moves each weight`),
+    words("p", `If the model were trained on this prompt next: step ${step}, learning rate ${rate}. Click a tile.`),
     words("h3", "The tokens whose embeddings move most"),
-    scroll(...data.update.embeddings.map(([id, length]) => cells("td", `“${word(id)}”`, say(length))))];
+    scroll(...embeddings.map(([id, length]) => cells("td", `“${word(id)}”`, say(length))))];
 }
 
 function introduction() {

@@ -83,10 +83,11 @@ def test_numbers_are_numpy_s(open_page):
 
 
 def test_update_guesses_and_film(open_page):
-    """The largest move is AdamW's; the last guesses are the model's; the slider goes back to the first checkpoint."""
+    """A move is AdamW's; the last guesses are the model's; the slider goes back to the first checkpoint."""
     page, data, _ = open_page()
     page.click('[data-mode="update"]')
-    page.click("#detail table a")
+    page.click('[data-key="lnfw|"]')
+    page.wait_for_selector("#value")
     moved = number(page.locator("#detail output").first.inner_text())
     assert moved and abs(number(page.inner_text("#value")) / moved - 1) < 0.01
     assert "p -= t" in page.inner_text("pre mark")
