@@ -31,7 +31,8 @@ class Tensor {
   get data() { return this.numbers ??= this.ints ?? (this.by === null ? stored(this, this.size, this.shape.at(-1))
     : this.computed()); }
   computed() {
-    const c = calls[this.by], [, formula] = FORMULAS[c.f][this.arg], [I, J = 1, K = 1] = this.shape;
+    const c = calls[this.by], [, formula, terms] = FORMULAS[c.f][this.arg], [I, J = 1, K = 1] = this.shape;
+    if (terms) return product(c, terms, I, J);
     const numbers = new Float32Array(this.size);
     for (let i = 0, at = 0; i < I; i++)
       for (let j = 0; j < J; j++)
@@ -82,25 +83,44 @@ function say(x) {  // three digits
 // ---- arithmetic: what the formulas are made of ----------------------------------------------------------------------
 
 // Of a sum, a and b are [tensor, axis, ...index]: count numbers along the axis, from the index on.
-const ONE = new Float32Array([1]);
-function dot(count, x, p, dp, y, q, dq) {
-  let total = 0;
-  p |= 0;
-  q |= 0;
-  for (let i = 0; i < count; i++, p += dp, q += dq) total += x[p] * y[q];
-  return total;
-}
-
 class Arithmetic {
   of(tensor, i, j, k) { return tensor.num(i, j, k); }
   is(words, value) { return value; }
   sum(words, count, a, b) {
-    const x = a[0].data, p = a[0].flat(a[2], a[3], a[4]), dp = a[0].strides[a[1]];
-    return b ? dot(count, x, p, dp, b[0].data, b[0].flat(b[2], b[3], b[4]), b[0].strides[b[1]])
-      : dot(count, x, p, dp, ONE, 0, 0);
+    const x = a[0].data, dp = a[0].strides[a[1]], y = b ? b[0].data : ONE, dq = b ? b[0].strides[b[1]] : 0;
+    let sum = 0, p = a[0].flat(a[2], a[3], a[4]), q = b ? b[0].flat(b[2], b[3], b[4]) : 0;
+    for (let i = 0; i < count; i++, p += dp, q += dq) sum += x[p] * y[q];
+    return sum;
   }
 }
-const silent = new Arithmetic();
+const silent = new Arithmetic(), ONE = new Float32Array([1]);
+
+// A matmul: for one number, terms(call, i, j) is what sum() takes. All I x J are made in blocks of 2 x 2, which read
+// what they share once: that is twice as fast.
+const matmul = (mark, words, terms) => [mark, (c, e, i, j) =>
+  e.sum(words, ...terms(c, i, j)) + (c.bias ? e.of(c.bias, j) : 0), terms];
+
+function product(c, terms, I, J) {
+  const [count, a, b] = terms(c, 0, 0), x = a[0].data, y = b[0].data, out = new Float32Array(I * J);
+  const dp = a[0].strides[a[1]], dq = b[0].strides[b[1]], start = ([tensor, , ...index]) => tensor.flat(...index);
+  const ps = list(I, i => start(terms(c, i, 0)[1])), qs = list(J, j => start(terms(c, 0, j)[2]));
+  for (let i = 0; i < I; i += 2) for (let j = 0; j < J; j += 2) {
+    const i2 = Math.min(i + 1, I - 1), j2 = Math.min(j + 1, J - 1), down = ps[i2] - ps[i], right = qs[j2] - qs[j];
+    let own = 0, below = 0, beside = 0, across = 0;
+    for (let k = 0, p = ps[i], q = qs[j]; k < count; k++, p += dp, q += dq) {
+      const x1 = x[p], x2 = x[p + down], y1 = y[q], y2 = y[q + right];
+      own += x1 * y1;
+      below += x2 * y1;
+      beside += x1 * y2;
+      across += x2 * y2;
+    }
+    out[i2 * J + j2] = across;
+    out[i2 * J + j] = below;
+    out[i * J + j2] = beside;
+    out[i * J + j] = own;
+  }
+  return c.bias ? out.map((number, at) => number + c.bias.num(at % J)) : out;
+}
 
 class Explanation extends Arithmetic {  // also remembers each part
   parts = [];
@@ -246,14 +266,14 @@ const FORMULAS = {
     dwpe: ["np.add.reduce(dout", (c, e, t, j) => t < T ? e.of(c.dout, t, j) : e.is("no token is there", 0)],
   },
   matmul_forward: {
-    out: ["np.matmul(inp, weight.T", (c, e, t, j) =>
-      e.sum("inputs × weights", c.C, [c.inp, 1, t, 0], [c.weight, 1, j, 0]) + (c.bias ? e.of(c.bias, j) : 0)],
+    out: matmul("np.matmul(inp, weight.T", "inputs × weights",
+      (c, t, j) => [c.C, [c.inp, 1, t, 0], [c.weight, 1, j, 0]]),
   },
   matmul_backward: {
-    dinp: ["np.matmul(dout, weight", (c, e, t, i) =>
-      e.sum("all outputs that it went into", c.OC, [c.dout, 1, t, 0], [c.weight, 0, 0, i])],
-    dweight: ["np.matmul(dout.T", (c, e, j, i) =>
-      e.sum("all positions that it was used at", T, [c.dout, 0, 0, j], [c.inp, 0, 0, i])],
+    dinp: matmul("np.matmul(dout, weight", "all outputs that it went into",
+      (c, t, i) => [c.OC, [c.dout, 1, t, 0], [c.weight, 0, 0, i]]),
+    dweight: matmul("np.matmul(dout.T", "all positions that it was used at",
+      (c, j, i) => [T, [c.dout, 0, 0, j], [c.inp, 0, 0, i]]),
     dbias: ["out=dbias", DBIAS],
   },
   layernorm_forward: NORM, layernorm_backward: NORM_BACKWARD,
