@@ -67,7 +67,7 @@ class Numbers:
     """The page's numbers: float32, or 8 bits each and a float32 scale for each row. Deflated, as one text."""
 
     def __init__(self):
-        self.singles, self.bytes = [np.empty(0, "<f4")], [np.empty(0, np.int8)]
+        self.singles, self.bytes = [], []  # arrays
 
     def add(self, x):
         """Any array -> where its numbers are, in float32."""
@@ -83,8 +83,8 @@ class Numbers:
         return dict(at=sum(map(len, self.bytes[:-1])), scales=self.add(scales)["at"])
 
     def text(self):
-        packed = zlib.compress(b"".join(x.tobytes() for x in self.singles + self.bytes), 9)
-        return base64.b64encode(packed).decode()
+        """The 32-bit numbers first: the page makes one array of each kind."""
+        return base64.b64encode(zlib.compress(b"".join(self.singles + self.bytes))).decode()
 
 
 class Recorder:

@@ -11,8 +11,10 @@ const list = (count, f) => Array.from({ length: count }, (_, i) => f(i));
 
 let singles, bytes;  // what look.py's Numbers holds
 async function unpack() {
-  const packed = new Blob([Uint8Array.fromBase64($("numbers").textContent)]).stream();
-  const buffer = await new Response(packed.pipeThrough(new DecompressionStream("deflate"))).arrayBuffer();
+  const text = $("numbers").textContent;
+  const packed = Uint8Array.fromBase64?.(text) ?? Uint8Array.from(atob(text), c => c.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const buffer = await new Response(stream).arrayBuffer();
   singles = new Float32Array(buffer, 0, data.singles);
   bytes = new Int8Array(buffer, 4 * data.singles);
 }
@@ -44,7 +46,7 @@ class Tensor {
   get key() { return `${this.name}|${this.layer}`; }
   get isGradient() { return this.kind === "gradient"; }
   get title() { return (this.isGradient ? "d" : "") + this.name; }
-  get isWeight() { return weights.has(this.name); }
+  get isWeight() { return weights.has(this.name); }  // or a weight's gradient
   get axes() {  // what its indices count
     const first = /^(wte|lm_head)/.test(this.name) ? "token" : this.name === "wpe" ? "position" : "output";
     if (this.isWeight) return this.shape.length > 1 ? [first, first === "output" ? "input" : "channel"] : ["channel"];

@@ -221,13 +221,15 @@ function drawDetail() {
     make("p", {}, `${tensor.title}[${at.join(", ")}], ${at.map((i, axis) => tensor.inWords(axis, i)).join(", ")}: `,
       words("output", say(number))),
     ...(e ? howMade(e) : [words("p", tensor.isWeight
-      ? "Training made this weight. Backward has its gradient, Update how it moves." : "It is given.")])];
+      ? `Training made this weight${
+      tensor.scales === undefined ? "" : "; it is rounded to 8 bits here"}.` : "It is given.")])];
 }
 
 function mostMoved() {
   const { optimizer, step, learning_rate: rate, embeddings } = data.update;
   return [words("h2", `Update: how far ${optimizer} moves each weight`),
-    words("p", `If the model were trained on this prompt next: step ${step}, learning rate ${rate}. Click a tile.`),
+    words("p", `If the model were trained on this prompt next: step ${step}, learning rate ${rate}. Of each`
+      + " matrix, a tile has the rows and columns that move most. Click a number to see how it is made."),
     words("h3", "The tokens whose embeddings move most"),
     scroll(...embeddings.map(([id, length]) => cells("td", `“${word(id)}”`, say(length))))];
 }
@@ -237,7 +239,8 @@ function introduction() {
     : "Forward: from tokens to a loss"),
   words("p", "Each tile is a tensor: tokens across, channels down; dashed: a weight. The step goes up, from the"
     + " embedding at the bottom to the loss on top. Click a tile, then one of its numbers, to see how it is made, and"
-    + " the line of the trainer that makes it. Arrow keys move, Escape goes up. In the prompt, blue was expected."),
+    + " the line of the trainer that makes it. Arrow keys move, Escape goes up. In the prompt, blue was expected."
+    + " Matrices are rounded to 8 bits a weight, which keeps this page small."),
   words("p", `The loss is ${say(data.loss)}, the mean over the positions:`),
   scroll(cells("th", "after", "came", "probability", "loss", "best guess"), ...data.losses.map((loss, t) => {
     const [id, p] = data.guesses.at(-1)[t][0];
@@ -300,9 +303,9 @@ function drawTraining() {
 }
 
 function drawPrompt() {  // the likelier a token's successor was, the bluer
-  const { mode, key, index, tensor } = state;
-  const choose = t => mode === "attention" ? go(mode, key || "att|0", key ? [index[0], t, 0] : [0, t, 0])
-    : key && !tensor.isWeight ? go(mode, key, index.with(index.length === 3 ? 1 : 0, t)) : go("guesses", "", [t]);
+  const { mode, key, index } = state;
+  const choose = t => mode === "attention" ? go(mode, key || "att|0", [index?.[0] ?? 0, t, 0])
+    : go("guesses", "", [t]);
   $("prompt").replaceChildren(...inputs.map((id, t) => make("li", {}, make("button", {
     textContent: word(id), title: `position ${t}; then “${word(targets[t])}” came, loss ${say(data.losses[t])}`,
     ariaCurrent: t === state.position, onclick: () => choose(t),
