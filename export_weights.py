@@ -47,7 +47,10 @@ from llmc.vocabulary import EOT, LETTERS, load_vocabulary, open_vocabulary, reas
 from prepro.common import read_input
 from train_gpt2 import GPT2
 from train_llama3 import Llama3
+from train_speedrun import Speedrun
 
+PAGES = {GPT2: "gpt2", Llama3: "llama3", Speedrun: "speedrun"}  # what files are called
+SIZES = [name for page in PAGES for name in page.SIZES]
 PRETRAINED = {"gpt2": "124M", "gpt2-medium": "355M", "gpt2-large": "774M", "gpt2-xl": "1558M"}  # name -> file label
 INPUT = os.path.join("data", "tiny_shakespeare_val.bin")
 VOCABULARIES = {"gpt2": 50257, "bytes": 257}
@@ -81,12 +84,6 @@ def fetch_pretrained(repository):
 HF_VOCABULARY = "vocab.json", "merges.txt", "tokenizer_config.json", "tokenizer.json", "tokenizer.bin"
 
 
-def check_family(model, architecture):
-    """Raise UserError for an architecture that transformers has no class for."""
-    if architecture not in (GPT2, Llama3):
-        raise UserError(f"{model}: no class of transformers has the layers of {architecture.TITLE}")
-
-
 def write_hf_folder(model, folder):
     """Convert a checkpoint to a folder that `transformers` and others load: config, weights and tokenizer. Raises
     UserError for a folder with another vocabulary's files.
@@ -95,7 +92,8 @@ def write_hf_folder(model, folder):
     """
     model_path = model_file(model)
     (architecture, config, params, tokenizer), tokenizer_files = load_with_vocabulary(model_path), {}
-    check_family(model, architecture)
+    if architecture is Speedrun:
+        raise UserError(f"{model}: no class of transformers has the layers of {architecture.TITLE}")
     if tokenizer:
         tokenizer_files = our_tokenizer_files(config, tokenizer)
         if os.path.lexists(tokenizer.path):
@@ -207,7 +205,7 @@ def gpt2_tokenizer_files(config):
 
 def load_model(name, vocabulary):
     """Load --model: (architecture, config, params, label for file names)."""
-    for architecture in (GPT2, Llama3):
+    for architecture in PAGES:
         if name in architecture.SIZES:
             return architecture, *architecture.random_model(name, VOCABULARIES[vocabulary]), name
     if name in PRETRAINED:
@@ -215,10 +213,10 @@ def load_model(name, vocabulary):
     if os.path.exists(name):
         is_folder = os.path.exists(os.path.join(name, "config.json"))
         label = os.path.basename(os.path.abspath(name if is_folder else model_file(name))).removesuffix(".bin")
-        return *load_any(name), label.removeprefix("gpt2_").removeprefix("llama3_")
+        return *load_any(name), re.sub(f"^({'|'.join(PAGES.values())})_", "", label)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return *read_hf_folder(fetch_pretrained(name)), name.partition("/")[2]
-    raise UserError(f"--model {name}: expected one of {', '.join([*PRETRAINED, *GPT2.SIZES, *Llama3.SIZES])}, a"
+    raise UserError(f"--model {name}: expected one of {', '.join([*PRETRAINED, *SIZES])}, a"
                     " model of Hugging Face (OWNER/NAME) or its folder, the directory of a run or a .bin file")
 
 
@@ -235,7 +233,7 @@ def first_batch(path, V, B, T):
 def write_files(args, architecture, config, params, label, reference, batch, vocabulary):
     """Write the models, the tokenizer and, if `batch` is not None, the debug state; returns the model trained on the
     batch, or None."""
-    versions, family = VERSIONS[args.llmc], "llama3" if architecture is Llama3 else "gpt2"
+    versions, family = VERSIONS[args.llmc], PAGES[architecture]
     if label == "tokenizer":
         raise UserError(f"--model {args.model}: its weights would be gpt2_tokenizer.bin, as GPT-2's vocabulary is:"
                         " rename it")
@@ -278,7 +276,7 @@ def vocabulary_of(model, vocabulary, config, label):
     """Return that of --vocabulary for random weights, else GPT-2's for OpenAI's models, else that of the files beside
     the model; None, with a warning, if there is none or loading it fails. Its file is found by its `name`."""
     try:
-        if model in PRETRAINED or model in GPT2.SIZES or model in Llama3.SIZES:
+        if model in PRETRAINED or model in SIZES:
             label = "gpt2" if model in PRETRAINED else vocabulary
             found = open_vocabulary(label)
         else:
@@ -299,7 +297,7 @@ def parse_arguments():
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     group = parser.add_argument_group("what")
     group.add_argument("--model", default="gpt2", metavar="NAME",
-                       help=f"{', '.join(PRETRAINED)} (download), {', '.join([*GPT2.SIZES, *Llama3.SIZES])} (random"
+                       help=f"{', '.join(PRETRAINED)} (download), {', '.join(SIZES)} (random"
                             " weights), a model of Hugging Face (OWNER/NAME), its folder (./gpt2 for one of that name),"
                             " the directory of a run or a .bin file")
     group.add_argument("--vocabulary", choices=tuple(VOCABULARIES), default="gpt2",
@@ -363,7 +361,6 @@ def main():
     if args.to_hf:
         return write_hf_folder(*args.to_hf)
     architecture, config, params, label = load_model(args.model, args.vocabulary)
-    check_family(args.model, architecture)
     if args.vocabulary != "gpt2" and config.V != VOCABULARIES[args.vocabulary]:
         raise UserError(f"--vocabulary {args.vocabulary}: {args.model} has another one, of V={config.V}: leave it out")
     B, T = args.batch_size, getattr(args, "sequence_length", min(64, config.maxT))
@@ -373,8 +370,8 @@ def main():
     if vocabulary:
         config = without_padding(config, params, len(vocabulary.tokens))
     batch, given = None, getattr(args, "debug_state", None)
-    if architecture is Llama3 and args.llmc != "today":
-        raise UserError(f"--llmc {args.llmc}: it reads no Llama 3: leave --llmc out")
+    if architecture is not GPT2 and args.llmc != "today":
+        raise UserError(f"--llmc {args.llmc}: it reads no model but GPT-2: leave --llmc out")
     if given != 0 or not args.write_tensors:
         try:
             batch = first_batch(args.input, config.V, B, T)

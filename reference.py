@@ -18,10 +18,12 @@ from llmc.debugstate import DebugState, fingerprint
 from llmc.errors import UserError
 from llmc.huggingface import gpt2_slices, halves, llama_slices, neighbors
 from llmc.tensors import allocate
-from train_gpt2 import GPT2, Config
+from train_gpt2 import GPT2
 from train_llama3 import Llama3, rope_table
+from train_speedrun import Speedrun
 
 ADAMW = dict(learning_rate=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
+MUON = dict(learning_rate=2.5e-3, beta1=0.8, beta2=0.95, eps=1e-15, weight_decay=0.05)
 LLMC_LLAMA_TEST = dict(learning_rate=1e-5, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -185,47 +187,63 @@ class ReferenceLlama(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def speedrun(config, p, inputs, targets):
-    """train_speedrun.py's model as PyTorch's users write it: (logits (B, T, V), mean loss). p: {name: tensor}, ours."""
-    (B, T), shape = inputs.shape, (*inputs.shape, config.NH, config.HS)
-    eps = torch.finfo(torch.float32).eps
-    norm = functools.partial(F.rms_norm, eps=eps)
-    angles = torch.arange(T, dtype=torch.float64)[:, None] * (1 / 1024) ** torch.linspace(0, 1, config.HS // 4).double()
-    angles = torch.cat((angles, torch.zeros_like(angles)), 1)[:, None].to(p["wte"].dtype)
+class ReferenceSpeedrun(nn.Module):
+    """train_speedrun.py's model, with the names of its tensors: token ids (B, T), and targets or None -> logits (B, T,
+    V), mean loss or None."""
 
-    def rotate(x):  # ours has a pair side by side
-        a, b = x[..., 0::2], x[..., 1::2]
-        return torch.stack((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), -1).flatten(-2)
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        for name, row in Speedrun.parameter_table(config).items():
+            shape = (config.V, *row.shape[1:]) if row.vocabulary else row.shape
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
-    x = norm(p["wte"][inputs], [config.C], p["ln0w"])
-    for l in range(config.L):
-        y = F.linear(norm(x, [config.C], p["ln1w"][l]), p["qkvw"][l], p["qkvb"][l])
-        query, key, value = (part.view(shape) for part in y.split(config.C, 2))
-        query, key = (rotate(norm(part, [config.HS])) for part in (query, key))
-        y = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (query, key, value)), is_causal=True,
-                                           scale=0.12).transpose(1, 2).reshape(B, T, config.C)
-        x = x + F.linear(y, p["attprojw"][l], p["attprojb"][l])
-        y = F.relu(F.linear(norm(x, [config.C], p["ln2w"][l]), p["fcw"][l], p["fcb"][l])).square()
-        x = x + F.linear(y, p["fcprojw"][l], p["fcprojb"][l])
-    logits = F.linear(norm(x, [config.C], p["lnfw"]), p["lm_head"], p["lm_headb"])
-    logits = 15 * logits * torch.rsqrt(logits.square() + 15**2)
-    return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    def forward(self, tokens, targets=None):
+        (B, T), config = tokens.shape, self.config
+        norm = functools.partial(F.rms_norm, eps=torch.finfo(torch.float32).eps)
+        cos, sin = half_rotations(config, T, self.wte)
+        x = norm(self.wte[tokens], [config.C], self.ln0w)
+        for l in range(config.L):
+            y = F.linear(norm(x, [config.C], self.ln1w[l]), self.qkvw[l], self.qkvb[l])
+            query, key, value = (part.view(B, T, config.NH, config.HS) for part in y.split(config.C, 2))
+            query, key = (rotated(norm(part, [config.HS]), cos, sin) for part in (query, key))
+            y = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (query, key, value)), is_causal=True,
+                                               scale=0.12).transpose(1, 2).reshape(B, T, config.C)
+            x = x + F.linear(y, self.attprojw[l], self.attprojb[l])
+            y = F.relu(F.linear(norm(x, [config.C], self.ln2w[l]), self.fcw[l], self.fcb[l])).square()
+            x = x + F.linear(y, self.fcprojw[l], self.fcprojb[l])
+        logits = F.linear(norm(x, [config.C], self.lnfw), self.lm_head, self.lm_headb)
+        logits = 15 * logits * torch.rsqrt(logits.square() + 15**2)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-@torch.no_grad()
-def muon(param, grad, momentum, learning_rate, weight_decay, steps, coefficients):
-    """A step of Muon on a matrix and its momentum, in place."""
-    momentum.lerp_(grad, 0.05)
-    x = grad.lerp(momentum, 0.95)
-    x = x.mT if param.shape[0] > param.shape[1] else x
-    x = x / (x.norm() + 1e-7)
-    a, b, c = coefficients
-    for _ in range(steps):
-        square = x @ x.mT
-        x = a * x + (b * square + c * square @ square) @ x
-    x = x.mT if param.shape[0] > param.shape[1] else x
-    param.mul_(1 - learning_rate * weight_decay)
-    param.sub_(learning_rate * max(1, param.shape[0] / param.shape[1]) ** 0.5 * x)
+def half_rotations(config, T, like, rounded=lambda x: x):
+    """cos and sin (T, 1, HS/2), of like's dtype, of RoPE that leaves half of the pairs as they are."""
+    frequencies = rounded((1 / 1024) ** torch.linspace(0, 1, config.HS // 4, dtype=torch.float64))
+    angles = rounded(torch.arange(T, dtype=torch.float64)[:, None] * frequencies)
+    angles = torch.cat((angles, torch.zeros_like(angles)), 1)[:, None]
+    return angles.cos().to(like), angles.sin().to(like)
+
+
+def rotated(x, cos, sin):
+    """x (B, T, NH, HS), whose pairs are neighbors."""
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+
+
+REFERENCES = {GPT2: ReferenceGPT2, Llama3: ReferenceLlama, Speedrun: ReferenceSpeedrun}
+
+
+def page_of(config):
+    """The class of the page that a Config is from."""
+    return next(page for page in REFERENCES if type(config) is page.Config)
+
+
+def settings_of(config):
+    """Of the optimizer, for the steps of a debug state."""
+    return MUON if page_of(config) is Speedrun else ADAMW
 
 
 @torch.no_grad()
@@ -245,15 +263,19 @@ def generate(model, tokens, length, generator, top_k=40):
 
 def module_slices(config, tensors):
     """Yield (module's name, NumPy view, heads) for every parameter of the reference, as llama_slices does."""
-    if not isinstance(config, Config):
+    if page_of(config) is Llama3:
         return llama_slices(config, tensors)
+    if page_of(config) is Speedrun:
+        return ((name, getattr(tensors, name)[: config.V if row.vocabulary else None], 0)
+                for name, row in tensors.table.items())
     return ((module_name, view, 0) for _, module_name, view in gpt2_slices(config, tensors))
 
 
 def to_reference(config, params, flash=False, dtype=torch.float32):
-    """Return a ReferenceGPT2, or a ReferenceLlama, on the CPU with our parameters."""
+    """Return the reference of this architecture on the CPU, with our parameters."""
+    page = page_of(config)
     with torch.device("meta"):
-        model = ReferenceGPT2(config, flash) if isinstance(config, Config) else ReferenceLlama(config)
+        model = REFERENCES[page](config, *[flash] * (page is GPT2))
     state = {name: torch.from_numpy(np.array(halves(view, heads))).to(dtype)
              for name, view, heads in module_slices(config, params)}
     model.load_state_dict(state, assign=True)
@@ -262,8 +284,7 @@ def to_reference(config, params, flash=False, dtype=torch.float32):
 
 def collect_gradients(config, model, dtype="float32"):
     """Return the reference's gradients in our layout; padding is 0."""
-    table = (GPT2 if isinstance(config, Config) else Llama3).parameter_table(config, dtype)
-    tensors, parameters = allocate(table), dict(model.named_parameters())
+    tensors, parameters = allocate(page_of(config).parameter_table(config, dtype)), dict(model.named_parameters())
     for name, view, heads in module_slices(config, tensors):
         view[...] = neighbors(parameters[name].grad.numpy(), heads)
     return tensors
@@ -273,10 +294,62 @@ def collect_gradients(config, model, dtype="float32"):
 # the run on one batch
 
 
-def adamw(model, settings, **options):
-    return torch.optim.AdamW(model.parameters(), lr=settings["learning_rate"],
-                             betas=(settings["beta1"], settings["beta2"]), eps=settings["eps"],
-                             weight_decay=settings["weight_decay"], **options)
+def adamw(parameters, settings, **options):
+    return torch.optim.AdamW(parameters, lr=settings["learning_rate"], betas=(settings["beta1"], settings["beta2"]),
+                             eps=settings["eps"], **{"weight_decay": settings["weight_decay"], **options})
+
+
+class MuonAndAdamW:
+    """train_speedrun.py's optimizer, for updates of so many tokens."""
+
+    PARTS = {"qkvw": 3, "attprojw": 1, "fcw": 1, "fcprojw": 1}  # 3: query, key and value apart
+    FEW_TOKENS, MANY_TOKENS, DECAY = (5, (3.4445, -4.7750, 2.0315)), (12, (2, -1.5, 0.5)), 0.02
+
+    @staticmethod
+    def rate(name):
+        return {"wte": 28, "lm_head": 0.16}.get(name, 0.6)
+
+    def __init__(self, model, settings, tokens):
+        self.model, self.settings, tensors = model, settings, dict(model.named_parameters())
+        self.newton_schulz = self.MANY_TOKENS if tokens >= 2**17 else self.FEW_TOKENS
+        self.matrices = [(tensors[name], torch.zeros_like(tensors[name]), parts) for name, parts in self.PARTS.items()]
+        groups = [{"params": [p], "lr": settings["learning_rate"] * self.rate(name)}
+                  for name, p in tensors.items() if name not in self.PARTS]
+        self.adamw = adamw(groups, settings, weight_decay=self.DECAY * settings["weight_decay"])
+
+    def zero_grad(self, set_to_none=True):
+        self.model.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self):
+        self.adamw.step()
+        for p, m, parts in self.matrices:
+            for layers in zip(p, p.grad, m):
+                for matrix in zip(*(layer.chunk(parts) for layer in layers)):
+                    muon(*matrix, self.settings["learning_rate"], self.settings["weight_decay"], *self.newton_schulz)
+
+
+def muon(param, grad, momentum, learning_rate, weight_decay, steps, coefficients):
+    """A step of Muon on a matrix and its momentum, in place."""
+    momentum.lerp_(grad, 0.05)
+    x = grad.lerp(momentum, 0.95)
+    x = x.mT if param.shape[0] > param.shape[1] else x
+    x = x / (x.norm() + 1e-7)
+    a, b, c = coefficients
+    for _ in range(steps):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    x = x.mT if param.shape[0] > param.shape[1] else x
+    param.mul_(1 - learning_rate * weight_decay)
+    param.sub_(learning_rate * max(1, param.shape[0] / param.shape[1]) ** 0.5 * x)
+
+
+def optimizer_of(model, settings, tokens):
+    """The architecture's optimizer, for updates of so many tokens."""
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if isinstance(model, ReferenceSpeedrun):
+        return MuonAndAdamW(model, settings, tokens)
+    return adamw(model.parameters(), settings)
 
 
 def overfit(model, x, y, iterations, settings, autocast=contextlib.nullcontext, capture=None, report=None, norms=None):
@@ -286,7 +359,7 @@ def overfit(model, x, y, iterations, settings, autocast=contextlib.nullcontext, 
     capture(logits, loss) is called once, after the first backward pass; report(iteration, loss, seconds) after each
     update.
     """
-    optimizer, losses = adamw(model, settings), []
+    optimizer, losses = optimizer_of(model, settings, x.numel()), []
     for iteration in range(iterations):
         start = time.perf_counter()
         with autocast():
@@ -318,21 +391,21 @@ def run_inference(model, x, y, iterations, autocast):
 
 def make_debug_state(config, params, x, y, iterations, report=None):
     """Train in float32 on the CPU, on one batch, for the parity test; returns (DebugState, trained model)."""
-    model, state = to_reference(config, params), {}
+    model, state, settings = to_reference(config, params), {}, settings_of(config)
 
     def capture(logits, loss):
         state.update(logits=logits.detach().numpy(), loss=loss.item(), grads=collect_gradients(config, model))
 
     x_long, y_long = (torch.from_numpy(ids).long() for ids in (x, y))
-    losses = overfit(model, x_long, y_long, iterations, ADAMW, capture=capture, report=report)
+    losses = overfit(model, x_long, y_long, iterations, settings, capture=capture, report=report)
     if not iterations:
         logits, loss = model(x_long, y_long)
         loss.backward()
         capture(logits, loss)
     history, norms = None, []
-    if not isinstance(config, Config):
+    if page_of(config) is Llama3:
         history = overfit(to_reference(config, params), x_long, y_long, iterations, LLMC_LLAMA_TEST, norms=norms), norms
-    state = DebugState(x, y, **state, optimizer=ADAMW, losses=np.array(losses, np.float32),
+    state = DebugState(x, y, **state, optimizer=settings, losses=np.array(losses, np.float32),
                        crc=fingerprint(config, params), history=history and np.array(history, np.float32))
     return state, model
 
@@ -349,7 +422,7 @@ def run_benchmark(args, config, params, x, y):
     if args.inference_only:
         run_inference(step_model, x, y, args.num_iterations, autocast)
     else:
-        overfit(step_model, x, y, args.num_iterations, ADAMW, autocast, report=print_iteration)
+        overfit(step_model, x, y, args.num_iterations, settings_of(config), autocast, report=print_iteration)
     return model
 
 

@@ -104,14 +104,15 @@ def rmsnorm_forward(device, out, rstd, inp, weight, eps, B, T, C):
 
 
 def residual_rmsnorm_forward(device, residual, out, rstd, inp1, inp2, weight, eps, B, T, C):
-    """residual (B,T,C) = inp1 + inp2, out (B,T,C) = its RMSNorm, rstd (B,T) =. residual and inp1 have the residual
+    """residual (B,T,C) = inp1 (or 0) + inp2, out (B,T,C) = its RMSNorm, rstd (B,T) =. residual and inp1 have the
     stream's dtype. In FP8, out may be a Quantized."""
     launch_norm(device, "residual_rmsnorm_forward", residual, out, rstd, inp1, inp2, weight, float(eps), B * T)
 
 
 def rmsnorm_backward(device, dinp, partials, dout, inp, weight, rstd, add_residual, B, T, C):
     """dinp (B,T,C) = or, with add_residual, += (it holds the gradient of the residual stream); partials (blocks, C) =,
-    for column_sums: each block's part of dweight. inp has the residual stream's dtype."""
+    for column_sums: each block's part of dweight; in a model with biases (blocks, 2C), dinp's column sums after it. inp
+    has the residual stream's dtype."""
     grid, threads = (partials.shape[0],), (device.geometry.LAYERNORM_THREADS,)
     device.launch("rmsnorm_backward", grid, threads, dinp, partials, dout, inp, weight, rstd, int(add_residual), B * T)
 

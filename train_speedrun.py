@@ -1,9 +1,9 @@
 """
 The speed runs' GPT and their optimizer, Muon, on the CPU, in NumPy: forward, backward and update by hand.
 
-With this model, modded-nanogpt's third track reaches GPT-2's quality in a sixth of llm.c's tokens: RMSNorm, also after
-the embedding; normalized, half-rotated queries and keys; squared ReLU; an untied classifier with capped logits; biases.
-The rest, and the words and names, are train_gpt2.py's and train_llama3.py's: read those pages first.
+This model, of modded-nanogpt's third track, reaches GPT-2's quality in a sixth of llm.c's tokens. It has RMSNorm, also
+after the embedding; normalized, half-rotated queries and keys; squared ReLU; an untied classifier, capped logits. The
+rest, and the words and names, are train_gpt2.py's and train_llama3.py's: read those pages first.
 
     python train_speedrun.py -e s4 -i data/mine -o runs/mine        # random weights; also s2, s6 and s12 (162M)
 
@@ -24,15 +24,16 @@ from llmc.errors import run_main
 from llmc.files import SPEEDRUN_MAGIC, make_header
 from llmc.settings import Settings, with_default
 from llmc.tensors import Row, allocate, layer, views
+from llmc.threads import parallel_blocks
 from train_gpt2 import (GPT2, Decoder, adamw_update, crossentropy_forward, crossentropy_softmax_backward,
                         encoder_backward, encoder_forward, main, matmul_backward, matmul_forward, residual_forward,
                         softmax_forward)
-from train_llama3 import (attention_backward, attention_forward, rmsnorm_backward, rmsnorm_forward, rope_backward,
+from train_llama3 import (Llama3, LlamaDecoder, attention_backward, rmsnorm_backward, rmsnorm_forward, rope_backward,
                           rope_forward)
 
 EPS = float(np.finfo(np.float32).eps)  # in every norm
 CAP = 15.0  # logits stay within +-CAP
-SCALE = 0.12  # of the normalized query times key
+SCALE = 0.12  # scores are SCALE * query . key, both normalized
 
 # ----------------------------------------------------------------------------------------------------------------------
 # layout
@@ -84,8 +85,8 @@ SIZES = {"s2": (2, 1, 128), "s4": (4, 2, 256), "s6": (6, 3, 384), "s12": (12, 6,
 
 
 def random_model(name, V, seed=42, maxT=1024):
-    """Return (config, params) of an untrained SIZES[name], or None if `name` is not in SIZES. The embedding is N(0, 1),
-    which its norm keeps at 1; classifier and projections begin at 0, so that each layer at first adds nothing."""
+    """Return (config, params) of an untrained SIZES[name], or None if `name` is not in SIZES. The embedding is N(0, 1).
+    The classifier is 0: all tokens are equally likely. Projections are 0: layers at first add nothing."""
     if name not in SIZES:
         return None
     config = Config(maxT, V, *SIZES[name], padded(V))
@@ -108,7 +109,7 @@ def activation_table(config, B, T):
         "encoded": Row((B, T, C)),
         "ln1": Row((L, B, T, C), stacked=True),
         "ln1_rstd": Row((L, B, T), stacked=True),
-        "qkv": Row((L, B, T, 3 * C), stacked=True),  # queries and keys normalized and rotated
+        "qkv": Row((L, B, T, 3 * C), stacked=True),  # queries and keys normalized, queries scaled, both rotated
         "qk_rstd": Row((L, B, T, 2 * NH), stacked=True),
         "atty": Row((L, B, T, C), stacked=True),
         "att": Row((L, B, NH, T, T), stacked=True),
@@ -129,16 +130,8 @@ def activation_table(config, B, T):
 
 
 def scratch_table(config, B, T):
-    """name -> Row for the gradients of activations, as GPT-2's."""
-    NH, C = config.NH, config.C
-    return {
-        "dresidual": Row((B, T, C)),
-        "dbranch": Row((B, T, C)),
-        "dqkv": Row((B, T, 3 * C)),
-        "dfch": Row((B, T, 4 * C)),
-        "datt": Row((B, NH, T, T)),  # within attention_backward
-        "dlosses": Row((B, T)),
-    }
+    """GPT-2's, but for what attention_backward does in place."""
+    return {name: row for name, row in train_gpt2.scratch_table(config, B, T).items() if name != "dpreatt"}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -170,7 +163,7 @@ def qknorm_forward(qkv, rstd, B, T, NH, HS):
 
 def qknorm_backward(dqkv, qkv, rstd, B, T, NH, HS):
     """Turn dqkv (B,T,3C), in place, from the gradient of what qknorm_forward wrote into that of what it read. qkv may
-    have been rotated since: then dqkv is rotated, before and after, as rotations keep products of the two."""
+    have been rotated since, and dqkv with it, which stays rotated: rotations keep products of the two."""
     d, out = (x[..., : 2 * NH * HS].reshape(B, T, 2 * NH, HS) for x in (dqkv, qkv))
     # With out = scale * n and n = x * rstd, where rstd depends on x too: dx = rstd * (dn - n * mean of (dn * n)),
     # dn = scale * d. The scales of dn and n cancel in their product.
@@ -198,21 +191,30 @@ def relu2_backward(dinp, inp, dout, N):
 def cap_forward(logits, N):
     """logits (N,) = CAP * z / sqrt(z^2 + CAP^2), in place: nearly z for small z, always within +-CAP."""
     z = logits.reshape(N)
-    z /= np.sqrt(np.float32(1.0) + np.square(z * np.float32(1.0 / CAP)))
+
+    def block(start, stop):
+        z[start:stop] /= np.sqrt(np.float32(1.0) + np.square(z[start:stop] * np.float32(1.0 / CAP)))
+
+    parallel_blocks(block, N)
 
 
 def cap_backward(dlogits, logits, N):
     """dlogits (N,) *= the cap's slope, (1 - (logits / CAP)^2)^(3/2), from the capped logits (N,)."""
-    # y = z / s, s = sqrt(1 + z^2 / CAP^2): dy/dz = 1 / s^3, and 1 / s^2 = 1 - y^2 / CAP^2
-    square = np.maximum(np.float32(1.0) - np.square(logits.reshape(N) * np.float32(1.0 / CAP)), np.float32(0.0))
-    dlogits.reshape(N)[...] *= square * np.sqrt(square)
+    dlogits, logits = dlogits.reshape(N), logits.reshape(N)
+
+    def block(start, stop):
+        # y = z / s, s = sqrt(1 + z^2 / CAP^2): dy/dz = 1 / s^3, and 1 / s^2 = 1 - y^2 / CAP^2
+        inverse = np.maximum(np.float32(1.0) - np.square(logits[start:stop] * np.float32(1.0 / CAP)), np.float32(0.0))
+        dlogits[start:stop] *= inverse * np.sqrt(inverse)
+
+    parallel_blocks(block, N)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # optimizer
 
-EXACT = 12, (2.0, -1.5, 0.5)  # steps and coefficients: singular values converge to 1
-FAST = 5, (3.4445, -4.7750, 2.0315)  # they end near 1, from 0.7 to 1.2: where an update has few tokens, to save time
+EXACT = 12, (2.0, -1.5, 0.5)  # steps, coefficients: singular values go to 1
+FAST = 5, (3.4445, -4.7750, 2.0315)  # to 0.7 .. 1.2, in less time: for updates of few tokens
 
 
 def orthogonalize(matrix, steps, coefficients):
@@ -234,8 +236,7 @@ def muon_update(param, m, grad, learning_rate, momentum, weight_decay, grad_scal
     """One Muon step on a matrix (rows, columns), param and m in place. https://kellerjordan.github.io/posts/muon/"""
     m += np.float32(1.0 - momentum) * (np.float32(grad_scale) * grad - m)
     # Nesterov's momentum looks a step ahead
-    u = np.float32((1.0 - momentum) * grad_scale) * grad + np.float32(momentum) * m
-    u = orthogonalize(u, *newton_schulz)
+    u = orthogonalize(np.float32((1.0 - momentum) * grad_scale) * grad + np.float32(momentum) * m, *newton_schulz)
     u *= np.float32(learning_rate * math.sqrt(max(1.0, param.shape[0] / param.shape[1])))
     param *= np.float32(1.0 - learning_rate * weight_decay)
     param -= u
@@ -277,13 +278,13 @@ def forward_layers(acts, params, config, inputs, position, attend, matmul):
     (B, T), NH, HS, C, N = inputs.shape, config.NH, config.HS, config.C, inputs.size
     encoder_forward(acts.embedded, inputs, params.wte, None, B, T, C)
     rmsnorm_forward(acts.encoded, acts.ln0_rstd, acts.embedded, params.ln0w, EPS, B, T, C)
-    residual = acts.encoded
+    residual, rope = acts.encoded, rope_table(config, T, position)
     for l in range(config.L):
         p, a = layer(params, l), layer(acts, l)
         rmsnorm_forward(a.ln1, a.ln1_rstd, residual, p.ln1w, EPS, B, T, C)
         matmul(a.qkv, a.ln1, p.qkvw, p.qkvb, B, T, C, 3 * C)
         qknorm_forward(a.qkv, a.qk_rstd, B, T, NH, HS)
-        rope_forward(a.qkv, *rope_table(config, T, position), B, T, 2 * NH, HS)
+        rope_forward(a.qkv, *rope, B, T, 2 * NH, HS)
         attend(l, a)
         matmul(a.attproj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
         residual_forward(a.residual2, residual, a.attproj, N * C)
@@ -298,7 +299,7 @@ def forward_layers(acts, params, config, inputs, position, attend, matmul):
 
 @dataclasses.dataclass
 class MuonSettings:
-    """The settings of a page with Muon that differ from GPT-2's."""
+    """A mixin for Settings: what differs from GPT-2's on a page with Muon."""
 
     model: str = with_default(Settings, "model", "s4", "model to start from: a .bin file, or the directory of a run; or"
                               " s2, s4, s6, s12: random weights, for sequences of at most T tokens")
@@ -329,18 +330,15 @@ class Speedrun(GPT2):
     TITLE, MAGIC, Config, Settings = "a speed run's GPT", SPEEDRUN_MAGIC, Config, SpeedrunSettings
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
     activation_table, scratch_table = staticmethod(activation_table), staticmethod(scratch_table)
-    forward_layers, Optimizer = staticmethod(forward_layers), Muon
-
-    def attend(self, l, a):
-        c = self.config
-        attention_forward(a.atty, a.att, a.qkv, *self.inputs.shape, c.NH, c.NH, c.HS)
+    forward_layers, Optimizer, attend = staticmethod(forward_layers), Muon, Llama3.attend
 
     def head(self, tensors):
         return tensors.lm_head[: self.config.V]
 
     def forward(self, inputs, targets):
         """inputs, targets (B, T) integer ids -> the mean loss, a float; activations stay in self.acts."""
-        (B, T), C, V, acts, self.targets = inputs.shape, self.config.C, self.config.V, self.trunk(inputs), targets
+        (B, T), C, V, self.targets = inputs.shape, self.config.C, self.config.V, targets
+        acts = self.trunk(inputs)
         matmul_forward(acts.logits, acts.lnf, self.head(self.params), self.params.lm_headb[:V], B, T, C, V)
         cap_forward(acts.logits, B * T * V)
         softmax_forward(acts.probs, acts.logits, B, T, V)
@@ -351,7 +349,8 @@ class Speedrun(GPT2):
         """Write all of `grads` but the vocabulary's rows from token V on, which stay 0."""
         (B, T), config, params, acts = self.inputs.shape, self.config, self.params, self.acts
         NH, HS, C, V, N = config.NH, config.HS, config.C, config.V, B * T
-        s, dlogits = views(self.scratch_table(config, B, T), self.scratch.buffer), acts.probs
+        s, rope = views(self.scratch_table(config, B, T), self.scratch.buffer), rope_table(config, T)
+        dlogits = acts.probs  # in place: cap_backward reads the logits
         s.dlosses.fill(1.0 / (N * micro_steps))
         crossentropy_softmax_backward(dlogits, s.dlosses, acts.probs, self.targets, B, T, V)
         cap_backward(dlogits, acts.logits, N * V)
@@ -368,8 +367,8 @@ class Speedrun(GPT2):
             rmsnorm_backward(s.dresidual, g.ln2w, s.dbranch, a.residual2, p.ln2w, a.ln2_rstd, B, T, C)
             matmul_backward(s.dbranch, g.attprojw, g.attprojb, s.dresidual, a.atty, p.attprojw, B, T, C, C)
             attention_backward(s.dqkv, s.datt, s.dbranch, a.qkv, a.att, B, T, NH, NH, HS)
-            qknorm_backward(s.dqkv, a.qkv, a.qk_rstd, B, T, NH, HS)  # see there why not after rope
-            rope_backward(s.dqkv, *rope_table(config, T), B, T, 2 * NH, HS)
+            qknorm_backward(s.dqkv, a.qkv, a.qk_rstd, B, T, NH, HS)  # before rope_backward: a.qkv is rotated
+            rope_backward(s.dqkv, *rope, B, T, 2 * NH, HS)
             matmul_backward(s.dbranch, g.qkvw, g.qkvb, s.dqkv, a.ln1, p.qkvw, B, T, C, 3 * C)
             rmsnorm_backward(s.dresidual, g.ln1w, s.dbranch, residual, p.ln1w, a.ln1_rstd, B, T, C)
         s.dbranch.fill(0.0)
@@ -381,17 +380,14 @@ class Speedrun(GPT2):
 class SpeedrunDecoder(Decoder):
     """A speed run's GPT for text generation."""
 
-    activation_table, forward_layers, head = staticmethod(activation_table), staticmethod(forward_layers), Speedrun.head
+    activation_table, forward_layers = staticmethod(activation_table), staticmethod(forward_layers)
+    head, attend = Speedrun.head, LlamaDecoder.attend
 
     def forward(self, tokens, position):
         logits = super().forward(tokens, position)
         logits += self.params.lm_headb[: self.config.V]
         cap_forward(logits, logits.size)
         return logits
-
-    def attend(self, position, B, T, l, a):
-        c, keys, values = self.config, self.cache.keys[l, :B], self.cache.values[l, :B]
-        attention_forward(a.atty, a.att, a.qkv, B, T, c.NH, c.NH, c.HS, keys, values, position)
 
 
 Speedrun.Decoder = SpeedrunDecoder

@@ -1,10 +1,10 @@
 """
-Today's speed run on a GPU: its GPT and Muon, by CUDA kernels of our own.
+The speed run on a GPU: its GPT and Muon, by our CUDA kernels and cuBLASLt.
 
 The chapters are train_speedrun.py's; what architectures do alike is on GPT-2's and Llama 3's pages: read
 these pages first. Squared ReLU takes GELU's place in its kernels, and so is in the matmuls' epilogues on Hopper;
 the cap is in the classifier; QK-norm and the rotation are one pass after the qkv matmul, and one after attention's
-gradient. Muon works on all matrices of a shape at once; its matmuls are cuBLASLt's, in the run's dtype.
+gradient. Muon works on all matrices of a name at once, in bfloat16 or float32.
 
     python train_speedrun_cuda.py -e s12 -i "data/fineweb_train_*.bin" -b 64 -d 524288 -x 3250 -o runs/speedrun
 """
@@ -107,13 +107,13 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
 
 
 def gradient_table(config, B, T, precision):
-    """GPT-2's, and sums of dlogits, whose place the phase of the backward pass takes."""
+    """GPT-2's, and sums of dlogits, which must outlive them: the backward pass's phase overwrites the logits."""
     sums = {"headb_partials": Row((blocks(B * T, 8 * MATMUL_ROWS), config.Vp))}
     return train_gpt2_cuda.gradient_table(config, B, T, precision) | sums
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# layers, under the names of train_speedrun.py
+# layers, under the names of train_speedrun.py; qknorm_* rotate, too
 
 
 def qknorm_forward(device, qkv, rstd, rope, B, T, NH, HS):
@@ -163,7 +163,7 @@ class Stack(NamedTuple):
 
 class Muon(AdamW):
     """Muon for the layers' matrices; AdamW, whose launches these are, for the rest. Of several GPUs, each has a share
-    of momentum and weights, and orthogonalizes some matrices, which are sent to it whole."""
+    of momentum and float32 weights, and orthogonalizes some matrices, which are sent to it whole."""
 
     MATRICES, MOMENTUM = train_speedrun.Muon.MATRICES, train_speedrun.Muon.MOMENTUM
     RATES, DECAY = train_speedrun.Muon.RATES, train_speedrun.Muon.DECAY
@@ -186,9 +186,9 @@ class Muon(AdamW):
         own = [(blocks(stack.count, shares.ranks), stack) for stack in stacks]  # that a rank orthogonalizes, at most
         matrices = max(n * stack.size for n, stack in own)
         return AdamW.table(settings, shares, rank) | {
-            "u": Row((share,), dtype),  # of a stack, what is orthogonalized
+            "u": Row((share,), dtype),  # of a stack: Nesterov's momentum, then the step
             **({"x": Row((matrices,), dtype)} if shares.ranks > 1 else {}),  # the same, whole matrices
-            "y": Row((matrices,), dtype),
+            "y": Row((matrices,), dtype),  # a Newton-Schulz step reads one of x and y, and writes the other
             "squares": Row((3, max(n * min(stack.rows, stack.columns)**2 for n, stack in own)), dtype),
             "partials": Row((cls.BLOCKS * max(n for n, _ in own),)),
         }
@@ -338,7 +338,7 @@ class Speedrun(GPT2):
             matmul_gelu_forward(device, linear("fc", l), a.fch, a.fch_relu2, a.ln2, B * T, 4 * C)
             linear("fcproj", l).forward(branch, a.fch_relu2)
             residual, below, addend = a.residual3, a.residual2, branch
-        residual_rmsnorm_forward(device, residual, acts.lnf, acts.lnf_rstd, below, branch, params.lnfw, EPS, B, T, C)
+        residual_rmsnorm_forward(device, residual, acts.lnf, acts.lnf_rstd, below, addend, params.lnfw, EPS, B, T, C)
 
     def backward(self, acts, by_token, scale):
         """self.grads = the gradients of the last batch's loss, as GPT-2's."""
@@ -355,7 +355,7 @@ class Speedrun(GPT2):
                          acts.lnf_rstd, False, B, T, C)
         # dresidual's column sums, the second of the partials, are dfcprojb; after ln2's backward pass, dattprojb
         jobs.append((acts.lnf_partials, (grads.lnfw, self.grad_layers[-1].fcprojb)))
-        dfch_read = dqkv_read = None  # events after which dfch and dqkv may be overwritten
+        dfch_read = dqkv_read = None  # events, as on GPT-2's page
         for l in reversed(range(config.L)):
             p, a, g = self.param_layers[l], acts.backward_layers[l], self.grad_layers[l]
             residual = acts.encoded if l == 0 else acts.layers[l - 1].residual3

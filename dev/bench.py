@@ -302,7 +302,7 @@ def step_of_pytorch(job):
     making = time.perf_counter() - making
     device, fast = "cuda" if on_gpu else "cpu", on_gpu or job.name == "best"
     model = to_reference(dataclasses.replace(config, V=config.Vp) if on_gpu else config, params, flash=fast).to(device)
-    optimizer = adamw(model, ADAMW, **({"fused": True} if fast else {}))
+    optimizer = adamw(model.parameters(), ADAMW, **({"fused": True} if fast else {}))
 
     def loss_of(x, y):  # the loss alone: if logits were an output, they would be kept and get a gradient of zeros
         return model(x, y)[1]

@@ -3,30 +3,30 @@ Is the verdict of test_gpt2.py ever wrong? Runs it on drawn models, weights and 
 
     python dev/verdict.py                          # 200 draws on train_gpt2.py, twenty minutes on two cores
     python dev/verdict.py --backend cuda-bf16 -n 30 --seed 1000
-    python dev/verdict.py --llama                  # the same of Llama 3, on train_llama3.py
-    python dev/verdict.py --d12 -n 10              # of GPT-2 124M, B=4, T=64, with new weights: two minutes each
+    python dev/verdict.py --model llama3           # the same of Llama 3, on train_llama3.py; speedrun
+    python dev/verdict.py --model d12 -n 10        # of GPT-2 124M, B=4, T=64, with new weights: two minutes each
 
-It prints a line per draw: sizes, standard deviation of the weights, and the largest error as a fraction of its
-tolerance, with its tensor; at the end, quantiles of these errors. If a draw fails, its rows are printed, and the exit
-status is 1.
+A line per draw: sizes, standard deviation of the weights, the largest error as a fraction of its tolerance, its tensor;
+at the end, quantiles. A draw that fails prints its rows; exit status 1.
 """
 
 import argparse
 import contextlib
+import functools
 import io
 
 import root  # noqa: F401  (it finds the modules)
 import numpy as np
 from tqdm import tqdm
 
-from export_weights import VOCABULARIES
 from llmc.checkpoint import padded
 from llmc.errors import UserError, run_main
 from llmc.tensors import allocate
-from test_gpt2 import (ADAMW_CHECK, BACKENDS, SMOOTH, Yardstick, judge_adamw, precision_of, replay, require,
+from test_gpt2 import (ADAMW_CHECK, BACKENDS, SMOOTH, Yardstick, judge_update, precision_of, replay, require,
                        starting_weights)
 import train_llama3
-from train_gpt2 import Config, parameter_table, random_model
+from train_gpt2 import GPT2, random_model
+from train_speedrun import Speedrun
 
 
 def drawn(rng, config, table, B, T):
@@ -39,16 +39,16 @@ def drawn(rng, config, table, B, T):
     return config, params, *rng.integers(0, config.V, (2, B, T), dtype=np.int32), std
 
 
-def draw(seed, HS_multiple=4):
-    """Draw a GPT-2 and a batch: what `drawn` returns."""
-    rng = np.random.default_rng(seed)
+def draw(seed, HS_multiple=None, page=GPT2):
+    """Draw a GPT-2, or a speed run's GPT, and a batch: what `drawn` returns."""
+    rng, HS_multiple = np.random.default_rng(seed), HS_multiple or (4 if page is GPT2 else 8)
     while True:
         HS, NH, L = HS_multiple * int(rng.integers(1, 17)), int(rng.integers(1, 9)), int(rng.integers(1, 13))
         B, T, V = int(rng.integers(1, 8)), int(2 ** rng.uniform(0, 7.5)), int(50 * 2 ** rng.uniform(0, 5))
         if 16 <= HS * NH <= 512 and HS <= 128 and L * B * T * (HS * NH) ** 2 < 5e7:
             break
-    config = Config(max(T, 8), V, L, NH, HS * NH, padded(V))
-    return drawn(rng, config, parameter_table(config), B, T)
+    config = page.Config(max(T, 8), V, L, NH, HS * NH, padded(V))
+    return drawn(rng, config, page.parameter_table(config), B, T)
 
 
 def draw_llama(seed, HS_multiple=2):
@@ -68,10 +68,13 @@ def draw_llama(seed, HS_multiple=2):
     return drawn(rng, config, train_llama3.parameter_table(config), B, T)
 
 
-def draw_d12(seed):
+def draw_d12(seed, HS_multiple=None):
     """Draw the same for GPT-2 124M as training begins, B=4, T=64."""
-    config, params = random_model("d12", VOCABULARIES["gpt2"], seed)
+    config, params = random_model("d12", 50257, seed)
     return config, params, *np.random.default_rng(seed).integers(0, config.V, (2, 4, 64), dtype=np.int32), 0.02
+
+
+DRAWS = {"gpt2": draw, "llama3": draw_llama, "speedrun": functools.partial(draw, page=Speedrun), "d12": draw_d12}
 
 
 def judge(backend, config, params, x, y, std):
@@ -81,7 +84,7 @@ def judge(backend, config, params, x, y, std):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         rows = replay(BACKENDS[backend](config, params, x, y, SMOOTH))
         okay = yardstick.judge(rows)
-        okay &= judge_adamw(BACKENDS[backend](config, params, x, y, ADAMW_CHECK))
+        okay &= judge_update(BACKENDS[backend](config, params, x, y, ADAMW_CHECK))
     sizes = f"L{config.L} C{config.C} NH{config.NH}/{config.NKV} V{config.V} B{x.shape[0]} T{x.shape[1]} std {std:.3f}"
     return sizes, *yardstick.worst(rows), printed.getvalue(), okay
 
@@ -89,9 +92,8 @@ def judge(backend, config, params, x, y, std):
 def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0])
     parser.add_argument("--backend", choices=tuple(BACKENDS), default="numpy", help="the trainer under test")
-    parser.add_argument("--llama", action="store_true", help="draw Llamas")
+    parser.add_argument("--model", choices=tuple(DRAWS), default="gpt2", help="what to draw")
     parser.add_argument("-n", type=int, default=200, help="number of draws")
-    parser.add_argument("--d12", action="store_true", help="draw only weights and tokens, of GPT-2 124M")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first draw; the next ones count up from it")
     args = parser.parse_args()
     if args.n < 1 or args.seed < 0:
@@ -100,16 +102,15 @@ def main():
     parts, red = [], 0
     for seed in tqdm(range(args.seed, args.seed + args.n), desc=args.backend, disable=None):
         multiple = {"numpy": (), "cuda-fp8": (32,)}.get(args.backend, (16,))  # of HS; on a GPU, half of it of F
-        drawn = draw_d12(seed) if args.d12 else (draw_llama if args.llama else draw)(seed, *multiple)
-        sizes, part, name, printed, okay = judge(args.backend, *drawn)
+        sizes, part, name, printed, okay = judge(args.backend, *DRAWS[args.model](seed, *multiple))
         parts.append(part)
         red += not okay
         print(f"seed {seed}: {sizes}: {part:.2f} of what is allowed, in {name}  {'ok' if okay else 'FAIL'}")
         if not okay:
             print(printed)
     median, most, largest = np.quantile(parts, (0.5, 0.99, 1.0))
-    quantiles = f"median {median:.2f}, 99 percent {most:.2f}, largest {largest:.2f}"
-    print(f"{args.backend}: {args.n} draws, {red} red; largest error as a part of what is allowed: {quantiles}")
+    print(f"{args.backend}: {args.n} draws, {red} red; largest error as a part of what is allowed: median {median:.2f},"
+          f" 99 percent {most:.2f}, largest {largest:.2f}")
     return int(red > 0)
 
 

@@ -4,12 +4,12 @@
 //               scale: of queries; of keys, it is 1                                     qkv = (in place), rstd =
 //     backward  with y, that result, and d, its gradient, over each head: dx = rstd * (scale * d - y * mean(d * y) /
 //               scale), rotated back
-//               partials[block] = the column sums of dqkv, values included              dqkv = (in place), partials =
+//               partials[block] = the column sums of dx, values included                dx = (or dqkv), partials =
 //
 // qkv, dqkv (N,3C): query, key, value; rstd (N,2NH) float32; rope (T,HS/2): see rope.cuh. A rotation changes no product
 // of d and y, and may be undone last. The column sums are the gradient of the bias that was added to make qkv.
 //
-// Bound by bytes: forward moves 4 elements for each of C channels, backward 8.
+// Bound by bytes: forward moves 4 elements for each of C channels, backward 7 in place.
 
 #include "rope.cuh"
 #if QKNORM_FP8

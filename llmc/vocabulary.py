@@ -263,7 +263,7 @@ def load_vocabulary(model, V, path=None):
     path: its file, else beside the model: export_weights.py's NAME_tokenizer.bin, a run's tokenizer.bin, a Hugging Face
     folder's tokenizer.json or, if V is its size or that padded, gpt2_tokenizer.bin or bytes_tokenizer.bin."""
     directory = model if os.path.isdir(model) else os.path.dirname(model)
-    label = re.sub(r"^(gpt2|llama3)_|(_bf16)?\.bin$", "", os.path.basename(model))
+    label = re.sub(r"^(gpt2|llama3|speedrun)_|(_bf16)?\.bin$", "", os.path.basename(model))
     named, own, *shared = (os.path.join(directory, f"{of}tokenizer.bin") for of in (f"{label}_", "", "gpt2_", "bytes_"))
     path = path or next(filter(os.path.lexists, (named, own)), None)
     if not path and os.path.lexists(encodes := os.path.join(directory, "tokenizer.json")):

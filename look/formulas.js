@@ -335,9 +335,9 @@ const FORMULAS = {
         : e.is("dout × up × s × (1 + gate × (1 − s))", d * up * s * (1 + gate * (1 - s)));
     }],
   },
-  cap_forward: { logits: apply("z /=", "15 x / √(x² + 15²)", x => 15 * x / Math.hypot(x, 15), "logits") },
+  cap_forward: { logits: apply("z[start", "15 x / √(x² + 15²)", x => 15 * x / Math.hypot(x, 15), "logits") },
   cap_backward: {
-    dlogits: slope("square * np.sqrt", "the cap's slope, (1 − (x / 15)²)^1.5", x => (1 - (x / 15) ** 2) ** 1.5,
+    dlogits: slope("inverse * np.sqrt", "the cap's slope, (1 − (x / 15)²)^1.5", x => (1 - (x / 15) ** 2) ** 1.5,
       "logits", "dlogits"),
   },
   softmax_forward: {

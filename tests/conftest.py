@@ -166,6 +166,12 @@ def make_model(B, T, micro_steps=0, config=SMALL, params=None):
     return model
 
 
+def trainer_of(architecture):
+    """The trainer of an architecture's page on the CPU, as run_here takes it."""
+    file = sys.modules[architecture.__module__].__file__
+    return SimpleNamespace(__file__=file, main=functools.partial(train_gpt2.main, architecture))
+
+
 @pytest.fixture
 def in_blocks(monkeypatch):
     """What a layer does in blocks has three or four, the last one smaller; so few numbers would be one."""

@@ -1,6 +1,7 @@
 """The prepro scripts: hashes, downloads from a local server, faults of the network and of the text; FineWeb's shards
 from a hub on this machine that fails half-way, and from parquet that the tests make."""
 
+import asyncio
 import functools
 import hashlib
 import json
@@ -57,21 +58,6 @@ def test_tiny_shakespeare(tmp_path, tiny_shakespeare, vocabulary_here, run_here,
         for path in mine[1:]:
             run_here(*command, "--input", path, fails=(path, "another --output"))
         assert len(server.seen) == 1 and len({path.read_bytes() for path in mine}) == 1
-
-
-@pytest.mark.parametrize("tqdm, terminal, expected", (
-    (False, True, r"\rreading: 70 of 100 B\r\x1b\[K"), (False, False, "reading: 70 of 100 B\n"),
-    (True, True, r"(?s).*\rreading: 100%[^\r]*")))
-def test_a_progress_bar(monkeypatch, capsys, tqdm, terminal, expected):
-    if not tqdm:
-        monkeypatch.setitem(sys.modules, "tqdm", None)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    times = iter((0, 0.5, 40, 40, 40.5))
-    monkeypatch.setattr(common, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    with common.progress_bar(100, "reading", "B") as advance:
-        for count in (30, 40, 30):
-            advance(count)
-    assert re.fullmatch(expected, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("pages, words", (
@@ -204,12 +190,6 @@ def test_a_vocabulary_of_the_text_or_of_a_run(tmp_path, prepare):
     tokens, tokenizer, _ = prepare("y.txt", "--vocabulary", "run", warns="lacks 2 characters of the text, such as"
                                    " 'f': of 1000 characters, 100 are lost")
     assert tokenizer == chars and text_of(tokens[1:], chars) == "the ca at the sea\n" * 50
-    letters = {letter: id for id, letter in enumerate("<the cas\n")}
-    model = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
-    model.save("run/tokenizer.json")
-    (tmp_path / "run" / "config.json").write_text('{"eos_token_id": 0}')
-    tokens, _, _ = prepare("y.txt", "--vocabulary", "run", warns="lacks 2 characters")
-    assert len(tokens) == 1 + 900
     pytest.raises(AssertionError, prepare, "y.txt", "--vocabulary", "bpe:x").match("expected bpe:512 or more")
 
 
@@ -238,16 +218,15 @@ def test_shards_are_the_same_tokens(tmp_path, run_here, monkeypatch):
     ("empty.txt", b"", "empty.txt.*no text in 1 file", ""), ("w", b"\xff\xfeH\0", "iconv -f utf-16", ""),
     ("latin.txt", b"x" * 2500 + b"caf\xe9 ", "latin.txt.*not UTF-8.*byte 2503", ""),
     ("x.gz", b"\x1f\x8b", "gunzip", ""), ("short.txt", b"a", "2 tokens of text.*--val_fraction", ""),
-    ("c.json", b'[{"text": "c"},', "not JSON", ""), ("a.json", b'[{"id": 1}]', "element 1.*no field (of id)", ""),
+    ("c.json", b'[{"text": "c"},', "not JSON", ""),
     ("a.jsonl", b'{"text": "a"}\n{"story": "b"}\n', "a.jsonl:2.*'text'.*found text in story.*--field NAME", ""),
     ("b.json", b'{"text": 1}\n', "b.json:1.*found text in no field.*--field NAME", ""),
     ("c.jsonl", b'{"text": "a"}\nnot JSON\n', "c.jsonl:2.*found 'not JSON': mend or", ""),
     ("d.jsonl", b'{"text": "a"}\n', "d.jsonl:1.*'story'", "--field story"),
     ("a.txt", TEXT, "none.txt.*no such file", "none.txt"), ("a.txt", TEXT, "*.none.*no file", "*.none"),
-    ("g", TEXT, "--shard_tokens 0", "--shard_tokens 0"), ("h.txt", TEXT, "h.txt.*directory", "--output h.txt/x"),
+    ("h.txt", TEXT, "h.txt.*directory", "--output h.txt/x"),
     ("f.txt", TEXT, "char/tokenizer.json: no such file.*gpt2, bytes, chars, a run or", "--vocabulary char"),
-    ("f", TEXT, "--processes 0", "--processes 0"), ("j_train.bin", TEXT, "j_train.bin.*another --output", "--output j"),
-    ("k_val_000000.bin", TEXT, "k_val_000000.bin.*another --output", ". --output k --shard_tokens 9")),
+    ("j_train.bin", TEXT, "j_train.bin.*another --output", "--output j")),
     ids=lambda value: value if isinstance(value, str) else "")
 def test_text_that_is_refused(tmp_path, vocabulary_here, run_here, monkeypatch, name, data, words, flags):
     monkeypatch.chdir(tmp_path)
@@ -258,8 +237,7 @@ def test_text_that_is_refused(tmp_path, vocabulary_here, run_here, monkeypatch, 
     assert not list(tmp_path.glob("out/*")) and (tmp_path / name).read_bytes() == data
 
 
-@pytest.mark.parametrize("vocabulary, V", (("bytes", 257), ("chars", 5)))
-def test_numpy_alone_is_enough_for_own_text(tmp_path, vocabulary, V):
+def test_numpy_alone_is_enough_for_own_text(tmp_path):
     for path in Path(np.__file__).parent.parent.glob("numpy*"):  # numpy.libs, too
         (tmp_path / path.name).symlink_to(path)
 
@@ -270,13 +248,13 @@ def test_numpy_alone_is_enough_for_own_text(tmp_path, vocabulary, V):
 
     (tmp_path / "x.jsonl").write_text(1000 * (json.dumps({"text": 4 * "ääöü\n"}) + "\n"))
     (tmp_path / "x.log").write_text("s:0 trl:4.1\n")
-    done = [run("prepro_text.py", "x.jsonl", "--vocabulary", vocabulary, "--output", "x"),
-            run("train_gpt2.py", "-e", "d2", "-i", "x", "-o", "run", "-t", 16, "-x", 80, "-g", 40),
+    done = [run("prepro_text.py", "x.jsonl", "--vocabulary", "chars", "--output", "x"),
+            run("train_gpt2.py", "-e", "d2", "-i", "x", "-o", "run", "-t", 16, "-x", 10, "-g", 40),
             run("generate.py", "run", "--prompt", "ä", "--tokens", 14),
             run("evaluate.py", "run", "--data", "x", "--tokens", 500),
             run("export_weights.py", "--model", "run", "--output_dir", "out", "--debug_state", 0)]
     assert [(program.returncode, program.stderr) for program in done] == 5 * [(0, "")]
-    assert f"vocabulary of {V} tokens" in done[0].stdout and "tokenizer=x_tokenizer.bin" in done[1].stdout
+    assert "vocabulary of 5 tokens" in done[0].stdout and "tokenizer=x_tokenizer.bin" in done[1].stdout
     for sample in done[1].stdout.split("---\n")[1], done[2].stdout:
         assert len(re.findall("[äöü]", sample)) > 5 and not set(sample) - set("äöü\n\ufffd<|endoftext|>")
     assert "bits per byte" in done[3].stdout
@@ -285,13 +263,16 @@ def test_numpy_alone_is_enough_for_own_text(tmp_path, vocabulary, V):
         assert_one_line_error(run(*command.split()), f"pip install {missing}")
 
 
-def test_pystdlib(prepare):
+def test_pystdlib(prepare, monkeypatch):
+    """The source code up to its limit, here a smaller one, and the English of one package."""
+    monkeypatch.setattr(pystdlib, "LIMIT", 1_000_000)
     tokens, _, printed = prepare("--format", "uint16", program=pystdlib)
-    assert printed.startswith("Saved 65536 tokens to out/x_val.bin\nSaved 4128768 tokens to out/x_train.bin\n")
-    assert len(tokens) == 65536 + 4128768 and tokens[4128768] == 256
+    assert printed.startswith("Saved 65536 tokens to out/x_val.bin\nSaved 934464 tokens to out/x_train.bin\n")
+    assert len(tokens) == 1_000_000 and tokens[934464] == 256
     assert b"def __init__(self" in bytes(token for token in tokens if token != 256)
+    monkeypatch.setattr(pystdlib.sysconfig, "get_path", lambda name: str(Path(asyncio.__file__).parent))
     text = text_of(*prepare("--prose", program=pystdlib)[:2])
-    assert len(text) > 500_000 and text.isascii() and "return value" in text and "    def " not in text
+    assert len(text) > 20_000 and text.isascii() and "event loop" in text and "    def " not in text
 
 
 def test_tinystories(tmp_path, vocabulary_here, monkeypatch, run_here, use_hub):
@@ -313,21 +294,17 @@ def test_tinystories(tmp_path, vocabulary_here, monkeypatch, run_here, use_hub):
         val, train = (open_tokens(f"ts{processes}_{split}.bin", 50257).tolist() for split in ("val", "train"))
         assert [val, train] == [expected[0], expected[1] + expected[2]]
         assert len(read_tokenizer(f"ts{processes}_tokenizer.bin").tokens) == 50257
-    for shard, text, word in (("data01.json", '[{"title": "no story"}]', "'story'"), ("data00.json", "[]", "no stor")):
-        (tmp_path / "shards" / shard).write_text(text)
-        run_here(*command, "bad", "--processes", 1, fails=(shard, word))
+    (tmp_path / "shards" / "data01.json").write_text('[{"title": "no story"}]')
+    run_here(*command, "bad", "--processes", 1, fails=("data01.json", "'story'"))
     assert not list(tmp_path.glob("bad_*"))
     files = {"TinyStories_all_data.tar.gz": (tmp_path / "archive").read_bytes()}
-    right, wrong = (hub_pages("datasets/roneneldan/TinyStories", files, hashes)
-                    for hashes in ({}, dict.fromkeys(files, "0" * 64)))
-    for output, pages, home, fails in (
-            ("ts", right, "home", ()), ("again", None, "home", ()), ("other", wrong, "home2", ["SHA-256"]),
-            ("other", None, "home3", ("TinyStories_all_data.tar.gz", "--input DIR"))):
+    pages = hub_pages("datasets/roneneldan/TinyStories", files)
+    for output, home, online, fails in (("ts", "home", True, ()), ("again", "home", False, ()),
+                                        ("other", "home2", False, ("TinyStories_all_data.tar.gz", "--input DIR"))):
         with Server(pages) as server:
-            use_hub(server.url if pages else None, tmp_path / home)
+            use_hub(server.url if online else None, tmp_path / home)
             run_here(tinystories, "--processes", 1, "--output", output, fails=fails)
         assert fails or open_tokens(f"{output}_val.bin", 50257).tolist() == expected[0]
-    assert not list(tmp_path.glob("other*"))
 
 
 def test_a_killed_worker_is_noticed():
@@ -491,24 +468,17 @@ def test_parquet_from_the_hub(tmp_path, expected, fetch):
 def test_parquet_that_is_refused(tokenize, tmp_path, run_here, monkeypatch):
     tokenize("--shards", 1)
     good = (tmp_path / "1.parquet").read_bytes()
-    (tmp_path / "damaged.parquet").write_bytes(good[:200] + bytes(1800) + good[2000:])
     (tmp_path / "cut.parquet").write_bytes(good[:9999])
     write_parquet("title.parquet", title=["a"], id=[1])
-    write_parquet("number.parquet", text=[1])
     write_parquet("short.parquet", text=[""] * 40)
-    for flags, words in (("--shards 0", "--shards 0"), ("--processes 0", "--processes 0"),
-            ("--shard_tokens 5", "--shard_tokens 5.*--parquet"), ("--input *.parquet --output out", "not a parquet"),
-            ("--input none.parquet", "none.parquet.*no such file"), ("--input none*.parquet", "none*.parquet.*no file"),
+    for flags, words in (("--shards 0", "--shards 0"), ("--shard_tokens 5", "--shard_tokens 5.*--parquet"),
+            ("--input none*.parquet", "none*.parquet.*no file"),
             ("--input 0.parquet --output out", "out/parquet.json.*--shard_tokens.*another --output"),
             ("--output out", "out: its shards are made from parquet.*another --output"),
             ("--input cut.parquet --output o", "cut.parquet.*not a parquet file"),
             ("--input title.parquet --output o", "title.parquet.*columns title, id.*'text'"),
-            ("--input number.parquet --output o", "number.parquet.*int64.*strings"),
-            ("--input damaged.parquet --output o", "damaged.parquet.*row group 0 cannot be read"),
             ("--input short.parquet --output o --shard_tokens 40", "40 tokens.*more than the 40 .*--shard_tokens")):
         run_here(fineweb, "--processes", 1, *flags.split(), fails=words.split(".*"))
-    (tmp_path / "out" / "parquet.json").write_text('{"shards": 1}')
-    tokenize("--input", "0.parquet", fails=("parquet.json", "cannot be read", "remove it"))
     (tmp_path / "out" / "parquet.json").unlink()
     tokenize("--input", "0.parquet", fails=(NAMES[0], "not made from parquet", "another --output"))
     with locked("out", True):

@@ -74,12 +74,9 @@ def test_prepro_hellaswag(tmp_path, vocabulary_here, run_here, monkeypatch):
 
 
 @pytest.mark.parametrize("line, word", (
-    ("not JSON", "JSONDecodeError"), ("[]", "TypeError"), ('{"ctx": "a"}', "endings"),
+    ("not JSON", "JSONDecodeError"), ('{"ctx": "a"}', "endings"),
     ('{"ctx": "a", "endings": ["b", "c"], "label": 0}', "2 endings"),
     ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', "label 4"),
-    ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1.5}', "label 1.5"),
-    ('{"ctx": "a", "endings": ["b", "c", "d", 5], "label": 1}', "not text"),
-    ('{"ctx": "a", "endings": "abcd", "label": 1}', "not text"),
     ('{"ctx": null, "endings": ["b", "c", "d", "e"], "label": 1}', "not text")))
 def test_prepro_hellaswag_refuses_other_lines(tmp_path, vocabulary_here, run_here, line, word):
     path = tmp_path / "x.jsonl"
@@ -115,8 +112,6 @@ def test_prepro_mmlu(workplace, vocabulary_here, run_here, results):
     assert found["mmlu"] == found["hellaswag"] and found["mmlu"]["examples"] == 2
     pack({"data/test/x_test.csv": "a,b\n"})
     run_here(mmlu, "--input", "data.tar", fails=("x_test.csv:1: ['a', 'b'], expected a question",))
-    pack({})
-    run_here(mmlu, "--input", "data.tar", fails=("0 examples",))
     run_here(mmlu, "--input", "gpt2_124M.bin", fails=("not MMLU's data.tar",))
 
 
@@ -132,10 +127,9 @@ def test_a_file_is_read_whole_or_refused(examples):
 
     faults = [("magic", put(0, 1, 0)), ("version 3", put(2, 3, 0)), ("with 0 examples", put(4, 0, 0)),
               ("record 60 of 61", put(4, 61, 0)), ("token id 300, expected 0 to 256", put(6, 300)),
-              ("record 59 of 60", data[:-2]), ("2 or 4 bytes a number", data[:-1]),
-              ("after the last record", data + b"\0\0"), ("1024-byte header", data[:1000])]
-    slots = ((0, 1), (1, 9), (1, 0), (1, 60000), (2, 5), (3, 4), (4, 3), (5, 0), (5, 60000))
-    for what, changed in faults + [("record 0 of 60", put(*slot)) for slot in slots]:
+              ("record 59 of 60", data[:-2]), ("after the last record", data + b"\0\0"),
+              ("1024-byte header", data[:1000]), ("record 0 of 60", put(1, 9)), ("record 0 of 60", put(3, 4))]
+    for what, changed in faults:
         Path("x.bin").write_bytes(changed)
         with pytest.raises(UserError, match=f"x.bin: .*{what}"):
             read_examples("x.bin", SMALL.V)
@@ -242,18 +236,15 @@ def test_several_files_and_their_first_tokens(examples, results):
     (("--data", "none*.bin"), ("none*.bin", "no file matches")), (("--hellaswag", HELLASWAG, "huge.bin"), ["finite"]),
     (("--data", "data/one.bin"), ("one.bin: 1 tokens", "at least 2")), (("--data", "x", "--tokens", 1), ["--tokens 1"]),
     (("--data", "data/large.bin"), ("token id 500", "0 to 256")), (["nowhere.bin"], ["nowhere.bin: no such file"]),
-    (["data"], ["data: holds no checkpoint"]),
     (("--hellaswag", "none.bin"), ("none.bin", "python prepro/hellaswag.py")),
     (("--hellaswag", "data/one.bin"), ("one.bin", "file of evaluation examples")),
     (("--hellaswag", HELLASWAG, "--context", 20), (HELLASWAG, "sequence of 20", "--context 28 or more")),
-    (("--data", "x", "--stride", -1), ["--stride -1"]), (("--data", "x", "--context", 1), ["--context 1"]),
-    (("--data", "x", "--batch_size", 10**15), ("--batch_size 1000000000000000", "65535")),
     (("--data", "data/tiny_shakespeare", "huge.bin"), ["loss is"])))
 def test_evaluate_refuses(examples, run_here, flags, words):
     write_tokens("data/one.bin", [np.array([3])], 1)
     write_tokens("data/large.bin", [np.array([3, 500])], 2)
     write_diverged("huge.bin")
-    model = () if flags and flags[-1] in ("huge.bin", "nowhere.bin", "data") else ("gpt2_124M.bin",)
+    model = () if flags and flags[-1] in ("huge.bin", "nowhere.bin") else ("gpt2_124M.bin",)
     run_here(evaluate, *flags, *model, *TOKENIZER, fails=words)
 
 

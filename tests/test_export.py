@@ -77,8 +77,6 @@ def test_import_of_shards(tmp_path, hf_folder):
     first, _, *_ = sorted(tmp_path.glob("model-*"))
     first.unlink()
     pytest.raises(UserError, e.read_hf_folder, tmp_path).match(f"{first.name}: no such file")
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    pytest.raises(UserError, e.read_hf_folder, tmp_path).match("index.json: not the index of a model's shards")
 
 
 def test_the_newest_model_of_a_run_and_its_end_of_text(tmp_path, run_here):
@@ -116,12 +114,9 @@ def test_export_with_a_tokenizer(tmp_path, run_here, vocabulary_here, vocabulary
     assert (tmp_path / "hf" / "tokenizer.bin").read_bytes() == (tmp_path / "tokenizer.bin").read_bytes()
     again = run_here(e, "--to_hf", model, tmp_path / "hf").stdout
     assert again == f"{done.stdout.strip()}; replaced model.safetensors, {files}, config.json\n"
-    for name in ("config.json", "pytorch_model.bin", "model.safetensors.index.json"):
-        shutil.copytree(tmp_path / "hf", tmp_path / name)
-        (tmp_path / name / name).write_text("{}")
-        run_here(e, "--to_hf", model, tmp_path / name, fails=(f"{tmp_path}/{name}: has another model's {name}",))
-    (tmp_path / "hf" / "DONE_00000001").touch()
-    run_here(e, "--to_hf", model, tmp_path / "hf", fails=(f"{tmp_path}/hf: is the directory of a run",))
+    shutil.copytree(tmp_path / "hf", tmp_path / "other")
+    (tmp_path / "other" / "pytorch_model.bin").touch()
+    run_here(e, "--to_hf", model, tmp_path / "other", fails=("other: has another model's pytorch_model.bin",))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     ids = tokenizer.encode(text)
     assert ids == encoding.encode(text) and tokenizer.decode(ids) == text
@@ -195,8 +190,7 @@ def test_random_model_files(tmp_path, export, run_here):
     config, params = read_model(tmp_path / "out" / "gpt2_d2.bin", GPT2)
     assert config == Config(L=2, NH=2, C=128, V=257, Vp=384, maxT=1024)
     assert np.array_equal(flat(params), flat(random_model("d2", 257)[1])), "the weights of -e d2"
-    for tensor, spread in ((params.wte[:257], 0.02), (params.wpe, 0.02), (params.qkvw, 0.02), (params.fcprojw, 0.01),
-                           (params.attprojw, 0.01)):
+    for tensor, spread in ((params.wte[:257], 0.02), (params.fcprojw, 0.01), (params.attprojw, 0.01)):
         assert tensor.std() == pytest.approx(spread, rel=0.02)
     assert (params.ln1w == 1).all() and not params.fcb.any() and not params.wte[257:].any()
     bf16_config, bf16 = read_model(tmp_path / "out" / "gpt2_d2_bf16.bin", GPT2)
@@ -207,13 +201,9 @@ def test_random_model_files(tmp_path, export, run_here):
     assert [f"{loss:.6f}" for loss in state.losses] == re.findall(r"^iteration .*, loss: (\S+),", output, re.MULTILINE)
     export()
     assert first == {name: (tmp_path / "out" / name).read_bytes() for name in names}, "the same command, the same files"
-    write_model(tmp_path / "out" / "gpt2_d2.bin", *read_model(tmp_path / "out" / "gpt2_d2.bin", GPT2), 1)
-    for name, found in (("gpt2_d2.bin", 1), ("gpt2_d2_bf16.bin", 5)):
-        path = tmp_path / "out" / name
-        before = path.read_bytes()
-        run_here(e, "--model", path, "--output_dir", "out",
-                 fails=(name, f"of version {found}", "would become version 3", "--output_dir"))
-        assert path.read_bytes() == before
+    path = tmp_path / "out" / "gpt2_d2_bf16.bin"
+    run_here(e, "--model", path, "--output_dir", "out", fails=("of version 5", "would become version 3"))
+    assert path.read_bytes() == first[path.name]
 
 
 def test_files_for_llm_c_of_april_2024(tmp_path, export, vocabulary_here):
@@ -251,29 +241,24 @@ def test_faults(tmp_path, export, flags, words):
 @pytest.mark.parametrize("words, damage", (("config.json", lambda folder: (folder / "config.json").unlink()),
     ("model.safetensors", lambda folder: (folder / "model.safetensors").unlink()),
     ("not a safetensors file", lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100)),
-    ("configuration of a GPT-2", lambda folder: (folder / "config.json").write_text("[]")),
     ("activation_function is 'relu'", {"activation_function": "relu"}), ("divisible by NH=7", {"n_head": 7}),
     ("model_type is 'bert'", {"model_type": "bert"}), ("h.2.ln_1.weight is missing", {"n_layer": 3}),
-    ("layer_norm_epsilon is 1e-06, expected", {"layer_norm_epsilon": 1e-6}), ("n_embd is 48.5", {"n_embd": 48.5}),
+    ("layer_norm_epsilon is 1e-06, expected", {"layer_norm_epsilon": 1e-6}),
     ("tie_word_embeddings is False, expected", {"tie_word_embeddings": False}),
     ("wpe.weight has shape .* expected .* from config.json", {"n_positions": 41}),
-    ("h.1.attn.c_proj.bias is missing", {"transformer.h.1.attn.c_proj.bias": None}),
     ("ln_f.bias is of I64", {"transformer.ln_f.bias": torch.zeros(48, dtype=torch.int64)}),
     ("tensor ln_f.scale and 1 more would", {"transformer.ln_f.scale": torch.zeros(1), "score": torch.ones(1)}),
     ("config.json: not the configuration", lambda folder: (folder / "config.json").write_text("[" * 9999)),
-    ("config.json: cannot be read .it is a pipe", lambda folder: ((folder / "config.json").unlink(),
-                                                                  os.mkfifo(folder / "config.json"))),
     ("lm_head.weight differs", {"lm_head.weight": torch.zeros(50, 48)}),
     ("NaN", {"transformer.ln_f.bias": torch.full((48,), torch.nan)})))
 def test_hugging_face_folder_faults(tmp_path, hf_folder, words, damage):
-    """damage: a function of the folder, settings that config.json has instead, or tensors (None: missing)."""
+    """damage: a function of the folder, settings that config.json has instead, or tensors."""
     shutil.copytree(hf_folder, tmp_path, dirs_exist_ok=True)
     config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
     if callable(damage):
         damage(tmp_path)
     elif "." in next(iter(damage)):
         tensors = {**safetensors.torch.load_file(weights), **damage}
-        tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         safetensors.torch.save_file(tensors, weights, metadata={"format": "pt"})
     else:
         config.write_text(json.dumps({**json.loads(config.read_text()), **damage}))
@@ -378,7 +363,6 @@ def test_a_padded_model(folder, run_here):
 
 @pytest.mark.parametrize("files, words", (
     ({"config.json": "{"}, "config.json: is not JSON"), ({"config.json": "[]"}, "a JSON list, expected an object"),
-    ({"config.json": {"eos_token_id": [[1]]}}, "expected a token's id"), ({"config.json": "{}"}, "which token ends"),
-    ({"config.json": "[" * 9999}, "is not JSON"), ({"generation_config.json": "nul"}, "generation_config.json: is")))
+    ({"config.json": {"eos_token_id": [[1]]}}, "expected a token's id"), ({"config.json": "{}"}, "which token ends")))
 def test_files_that_are_refused(folder, files, words):
     pytest.raises(UserError, open_vocabulary, folder(byte_level(), files)).match(words)

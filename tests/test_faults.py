@@ -6,7 +6,6 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from llmc.checkpoint import owned_by_one, Progress, read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.files import MODEL_MAGIC, OPTIMIZER_MAGIC
-from llmc.resume import checkpoint_paths, complete_checkpoints, save_checkpoint
+from llmc.resume import checkpoint_paths, save_checkpoint
 from llmc.shuffle import Position
 from llmc.tensors import flat
 from llmc.tokenizer import read_tokenizer, write_tokenizer
@@ -67,14 +66,10 @@ def test_input_files(workplace, name, damage, train):
     assert_one_line_error(train("-v", 1), name, mend)
 
 
-@pytest.fixture
-def state_path(tmp_path):
-    write_debug_state(tmp_path / "state.bin", SMALL, make_state(random_params(SMALL)))
-    return tmp_path / "state.bin"
-
-
-def test_files_of_another_size_and_weights_that_are_not_finite(workplace, state_path):
-    model_path = workplace / "gpt2_124M.bin"
+def test_files_of_another_size_and_weights_that_are_not_finite(workplace):
+    model_path, state_path = workplace / "gpt2_124M.bin", workplace / "state.bin"
+    write_debug_state(state_path, SMALL, make_state(random_params(SMALL)))
+    pytest.raises(UserError, read_debug_state, state_path, SMALL, random_params(SMALL, 1)).match("another model")
     for path, read in ((model_path, lambda: read_model(model_path, GPT2)),
                        (state_path, lambda: read_debug_state(state_path, SMALL, random_params(SMALL)))):
         data = path.read_bytes()
@@ -100,23 +95,13 @@ def test_model_header_fields(workplace, monkeypatch, slot, name):
         assert error.match(words) and str(path) in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("slot, value, words", (
-    (1, 3, "version 3"), (2, 0, "B=0"), (3, 33, "T=33"), (2, 2**31 - 1, "expected"), (8, 9, "trailer"),
-    (9, -1, "trailer"), (256, SMALL.V, "token id 257"), (266, SMALL.V, "token id 257")))  # x[0, 0], y[0, 0]
-def test_debug_state_header_and_tokens(state_path, slot, value, words):
-    pytest.raises(UserError, read_debug_state, state_path, SMALL, random_params(SMALL, 1)).match("another model")
-    patch_header(state_path, **{f"h{slot}": value})
-    pytest.raises(UserError, read_debug_state, state_path, SMALL, random_params(SMALL)).match(words)
-
-
 def test_tokenizer_faults(workplace):
     path = workplace / "gpt2_tokenizer.bin"
     good = path.read_bytes()
     for words, data, header in (("1000 bytes, expected a tokenizer with a 1024-byte header", good[:1000], {}),
-            ("vocabulary of 257", good[:1024], {}), ("is damaged", good[:1024] + b"\x00" + good[1025:], {}),
-            ("of 257 tokens", good[:-1], {}), ("of 257 tokens", good + b"x", {}), ("version 3", good, dict(h1=3)),
-            ("vocabulary of 0", good, dict(h2=0)), ("vocabulary of -1", good, dict(h2=-1)),
-            ("vocabulary of 2147483647", good, dict(h2=2**31 - 1)), ("end of text 257", good, dict(h3=257))):
+            ("is damaged", good[:1024] + b"\x00" + good[1025:], {}), ("of 257 tokens", good[:-1], {}),
+            ("of 257 tokens", good + b"x", {}), ("version 3", good, dict(h1=3)), ("vocabulary of 0", good, dict(h2=0)),
+            ("end of text 257", good, dict(h3=257))):
         path.write_bytes(data)
         patch_header(path, **header)
         pytest.raises(UserError, read_tokenizer, path).match(words)
@@ -149,7 +134,7 @@ def test_token_file_faults(workplace, train):
     ("-g 0", "-g/--sample_tokens 0.*at least 1"), ("-x -5", "-x/--steps -5.*at least 0"), ("-n 5", "-n.*-o DIR"),
     ("-l nan", "-l/--learning_rate nan"), ("--eps 1e-46", "--eps 1e-46.*expected"), ("-q 2", "-q/--final_fraction 2"),
     ("--eps 1e39", "--eps 1e+39.*expected"), ("-e ''", "-e/--model.*empty"), ("-i 'a\nb'", "a\\nb_train.bin"),
-    ("-g 100000000000000000000", "-g/--sample_tokens.*2^31"), ("--beta1 1", "--beta1 1.*expected 0 <= beta1 < 1"),
+    ("--beta1 1", "--beta1 1.*expected 0 <= beta1 < 1"),
     ("--grad_clip -1", "--grad_clip -1.*at least 0"), ("-d 17", "-d/--total_batch_size 17.*multiple of B*T = 16"),
     ("-y 1 -o run.log", "-y.*run.log is a log file"), ("-b 1000000", "tokens.*-b or -t"),
     ("-i nothing_*.bin -j x.bin", "nothing_*.bin.*no file matches"), ("-i shards.bin -v 1", "shards.bin.*-j"),
@@ -157,9 +142,7 @@ def test_token_file_faults(workplace, train):
     (f"-i {__file__}", f"python prepro_text.py {__file__} --output data/mine, then -i data/mine"),
     ("-i data/foo", "data/foo_train.bin: no such file.*prepro_text.py FILE --output data/foo"),
     ("-x 1 -l 1e30 -v 1 --final_reports 1", "step 1: the validation loss is nan"), ("-x 50 -l 1e30", "loss is nan.*-l"),
-    ("-o gpt2_tokenizer.bin/run", "gpt2_tokenizer.bin/run: cannot be made a directory"),
-    ("-o gpt2_tokenizer.bin", "gpt2_tokenizer.bin: cannot be made a directory"),
-    ("-o /proc/run.log", "/proc/run.log: cannot be written")))
+    ("-o gpt2_tokenizer.bin", "gpt2_tokenizer.bin: cannot be made a directory")))
 def test_flags(workplace, flags, words, train):
     """Nothing is written, nor written over."""
     Path("data/x_train_0.bin").touch()
@@ -240,17 +223,6 @@ def test_old_checkpoints_are_deleted(workplace, train, flags, kept):
     assert set(os.listdir("run")) == {"main.csv", "main.log", "tokenizer.bin", "model_mine.bin", *names}
 
 
-@pytest.mark.parametrize("call", range(3))
-def test_a_run_killed_while_it_deletes_a_checkpoint(workplace, train, at_call, call):
-    """leaves no marker without a model; the next one deletes the rest."""
-    flags = ("-n", 1, "-nk", 1, "-o", "run")
-    at_call(os, "unlink", call, Mock(side_effect=KeyboardInterrupt))
-    assert train("-x", 2, *flags).returncode == 130
-    assert all(Path(path).exists() for step in complete_checkpoints("run") for path in checkpoint_paths("run", step))
-    train("-x", 3, *flags, "-y", 1, check=True)
-    assert {path.name for path in Path("run").glob("*_0*")} == set(checkpoint_paths("", 3))
-
-
 def test_damaged_checkpoints_and_logs(workplace, train):
     """A state that does not say its model's CRC-32 is taken; a log that is none is not written over."""
     train("-x", 2, "-n", 1, "-o", "run", check=True)
@@ -265,20 +237,15 @@ def test_damaged_checkpoints_and_logs(workplace, train):
     fails(state, "bytes, expected", f"remove {marker}", data=good[:-1])
     fails(state, "is a GPT-2 checkpoint", h0=MODEL_MAGIC)
     fails(state, "version 2", h1=2)
-    fails(state, "rank 0 of 4", h2=4)
-    fails(state, "data order", h5=1)
     fails(state, "--spread 1", "expected", "--spread 0", h42=1)
     fails(state, "step 5", h10=5)
     fails("batch 9999", h32=9999)
     fails(state, "the optimizer's m: tensor wte", f"remove {marker}", h256=0x7FC00000)  # NaN, first in m
-    infinity_in_v = {f"h{256 + (len(good) - 1024) // 8}": 0x7F800000}
-    fails(state, "the optimizer's v: tensor wte", f"remove {marker}", **infinity_in_v)
-    for name in ("main.csv", "main.log"):
-        Path("run", name).rename(name)
-        Path("run", name).write_text("notes\n")
-        fails(name, "not a training log")
-        assert Path("run", name).read_text() == "notes\n"
-        Path(name).rename(f"run/{name}")
+    Path("run", "main.csv").rename("main.csv")
+    Path("run", "main.csv").write_text("notes\n")
+    fails("main.csv", "not a training log")
+    assert Path("run", "main.csv").read_text() == "notes\n"
+    Path("main.csv").rename("run/main.csv")
     header = np.frombuffer(good, "<i4", 256)
     assert header[43] == 1 and header[44:45].view("<u4")[0] == zlib.crc32(good_model)
     for bad in (Path(checkpoint_paths("run", 1)[0]).read_bytes(), good_model[:-1] + bytes([good_model[-1] ^ 1])):
@@ -286,18 +253,6 @@ def test_damaged_checkpoints_and_logs(workplace, train):
         fails(state, model, "CRC-32", f"remove {marker}")
     patch_header(state, h43=0, h44=0)
     assert "resuming at step 2" in train(*again, check=True).stdout
-    os.unlink("run/DONE_00000003")
-    os.mkfifo("run/DONE_00000003")
-    assert_one_line_error(train(*again), "a pipe", "remove run/DONE_00000003")
-
-
-@pytest.mark.parametrize("closed", (">&-", "2>&-", "<&- >&- 2>&-"))
-def test_closed_streams_are_dev_null(workplace, closed):
-    """Also for what the system opens next: no file may become the standard output."""
-    command = f"{sys.executable} {ROOT / 'train_gpt2.py'} -b 2 -t 8 -v 1 -s 1 -x 2 -o run {closed}"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "") and complete_checkpoints("run") == [2]
-    assert b"memory" not in b"".join(path.read_bytes() for path in Path("run").iterdir())
 
 
 def test_a_closed_pipe_is_quiet(workplace):

@@ -2,21 +2,20 @@
 matmuls, text and the trainer have tests of their own."""
 
 import functools
-import shutil
 
 import numpy as np
 import pytest
 
+import test_verdict
 import train_gpt2_cuda as gpt2_cuda
 import train_llama3
 import train_llama3_cuda as cuda
-import llmc.gpu.compiler
 from conftest import ROOT, random_params
 from llmc.gpu.device import to_float32
 from test_gpt2 import BACKENDS, SMOOTH, Yardstick, precision_of, replay, starting_weights
 from test_kernels import (EXACT, LLAMAS as MODELS, PRECISIONS, SUMS, assert_close, get_device, on_gpu, random,
                           unwritten, wide)
-from test_verdict import first_wrong
+from test_verdict import first_wrong, plant_in_a_kernel
 from train_llama3 import Config
 
 
@@ -130,9 +129,9 @@ def fault_case(precision):
     return params, x, y, Yardstick(FAULT_CONFIG, params, x, y, precision)
 
 
-@pytest.mark.parametrize("fault", KERNEL_FAULTS)
+@pytest.mark.parametrize("fault", (*KERNEL_FAULTS.values(), *test_verdict.KERNEL_FAULTS.values()), ids=str)
 def test_the_text_of_a_kernel_fault_is_there(fault):
-    _, file, right, _, _ = KERNEL_FAULTS[fault]
+    _, file, right, _, _ = fault
     assert (ROOT / "kernels" / file).read_text().count(right) == 1
 
 
@@ -142,10 +141,7 @@ def test_a_fault_in_a_kernel_is_red(fault, gpu, tmp_path, monkeypatch, capsys):
     backend, file, right, wrong, row = KERNEL_FAULTS.get(fault, ("cuda", "rope.cu", "", "", None))
     if "bf16" in backend and gpu.arch != "sm_90a":
         pytest.skip(f"{file}: for Hopper, this GPU is {gpu.arch}")
-    shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
-    path = tmp_path / "kernels" / file
-    path.write_text(path.read_text().replace(right, wrong) if fault else path.read_text())
-    monkeypatch.setattr(llmc.gpu.compiler, "KERNEL_DIRECTORY", str(tmp_path / "kernels"))
+    plant_in_a_kernel(tmp_path, monkeypatch, file, right, wrong)
     params, x, y, yardstick = fault_case(precision_of(backend))
     capsys.readouterr()
     assert yardstick.judge(replay(BACKENDS[backend](FAULT_CONFIG, params, x, y, SMOOTH))) == (fault is None)

@@ -1,15 +1,12 @@
 """look.py's page in a real browser: what it shows and computes is NumPy's, for each kind of tensor; how it is used."""
 
-import functools
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import look
-import train_gpt2
-from conftest import BYTES
+from conftest import BYTES, trainer_of
 from llmc.tokenizer import write_tokenizer
 from train_gpt2 import GPT2
 from train_llama3 import Llama3
@@ -21,19 +18,27 @@ pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no browser: apt install ch
 PROMPT = "</script><b>\a\tשלום"
 
 
-@pytest.fixture(params=(GPT2, Llama3, Speedrun), ids=("GPT-2", "Llama", "speedrun"))
-def run(request, workplace, run_here):
-    """A run with three checkpoints, whose vocabulary is bytes."""
-    write_tokenizer("data/tiny_shakespeare_tokenizer.bin", BYTES, 256)
-    page = SimpleNamespace(__file__="train.py", main=functools.partial(train_gpt2.main, request.param))
-    run_here(page, "-e", next(iter(request.param.SIZES)), *"-x 6 -n 2 -b 2 -t 32 -v 0 -s 0 -o run".split())
-    return "run"
-
-
 @pytest.fixture
-def open_page(run, tmp_path):
+def run(workplace, run_here):
+    """run(architecture): a run with three checkpoints, whose vocabulary is bytes."""
+    def train(architecture):
+        write_tokenizer("data/tiny_shakespeare_tokenizer.bin", BYTES, 256)
+        flags = "-e", next(iter(architecture.SIZES)), *"-x 6 -n 2 -b 2 -t 32 -v 0 -s 0 -o run".split()
+        run_here(trainer_of(architecture), *flags)
+        return "run"
+
+    return train
+
+
+LOOKED = {}  # architecture -> (look's data, its numbers, the Recorder), of a run that is made once
+
+
+@pytest.fixture(params=(GPT2, Llama3, Speedrun), ids=("GPT-2", "Llama", "speedrun"))
+def open_page(request, run, tmp_path):
     """open_page(width) writes and opens the page: (its Page, look's data, the Recorder). It logs no error."""
-    data, numbers, recorder = look.look(run, PROMPT)
+    if request.param not in LOOKED:
+        LOOKED[request.param] = look.look(run(request.param), PROMPT)
+    data, numbers, recorder = LOOKED[request.param]
     look.write_page("look.html", data, numbers)
     errors = []
     with playwright.sync_playwright() as p:
@@ -123,8 +128,9 @@ def test_it_is_used_by_click_and_key_in_both_themes(open_page, width):
 
 
 def test_what_is_refused(run, run_here, monkeypatch):
+    run(GPT2)
     for flag, value, words in (("--prompt", "ab", "2 tokens, expected 3 to 33"), ("--prompt", "", "0 tokens"), (
             "--tokenizer", "none.bin", "no such file"), ("-o", "none/x.html", "none/x.html: cannot be written")):
-        run_here(look, run, "--open", 0, flag, value, fails=[words])
+        run_here(look, "run", "--open", 0, flag, value, fails=[words])
     monkeypatch.setattr(look, "MOST_MB", 0.5)
-    run_here(look, run, "--open", 0, fails=["the page would have 1 MB, of at most 0.5"])
+    run_here(look, "run", "--open", 0, fails=["the page would have 1 MB, of at most 0.5"])

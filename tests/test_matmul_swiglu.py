@@ -161,8 +161,9 @@ def frame_sizes(cubin):
     return sizes
 
 
-@pytest.mark.parametrize("config", (model(768, 2048, 12, 12, 64), model(2048, 8192, 32, 8, 64),
-                                    model(64, 96, 2, 1, 128), model(64, 96, 4, 2, 16)), ids=("l12", "1B", "128", "16"))
+@pytest.mark.parametrize("config", (model(768, 2048, 12, 12, 64), *(pytest.param(config, marks=pytest.mark.large)
+    for config in (model(2048, 8192, 32, 8, 64), model(64, 96, 2, 1, 128), model(64, 96, 4, 2, 16)))),
+    ids=("l12", "1B", "128", "16"))
 def test_nothing_spills(config):
     """No kernel has a stack: the accumulators take most of the registers."""
     layers = SimpleNamespace(KERNELS=("matmul_swiglu",), CONSTANTS={})

@@ -19,30 +19,36 @@ import sys
 import termios
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 import compare_losses
+import generate
 import llmc.gpu.lines
 import llmc.loop
 import llmc.progress
 import plot_log
 import train_gpt2
 import train_gpt2_cuda
-from conftest import ROOT, SMALL, SMALL_LLAMA, draw_slowly, make_model, random_params, remove_after
+from conftest import (BYTES, ROOT, SMALL, SMALL_LLAMA, draw_slowly, make_model, random_params, remove_after,
+                      trainer_of)
 from llmc.checkpoint import write_model
 from llmc.dataloader import DataLoader, write_tokens
+from llmc.errors import UserError
 from llmc.huggingface import halves
 from llmc.outliers import LOSS, RECENT, WINDOW, notes_on, read_recent, z_score
-from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint, stopped
+from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint
 from llmc.schedulers import learning_rate_at
 from llmc.settings import parse_settings, Settings
 from llmc.tensors import table_elements
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from reference import module_slices, to_reference
 from train_gpt2 import activation_table, GPT2
+from train_llama3 import Llama3
+from train_speedrun import Speedrun
 
 FAST = ("-b", 2, "-t", 8, "-g", 16, "--lines", "llmc")  # whose losses have more digits
 
@@ -123,9 +129,10 @@ def test_fewer_lines_and_verbose_ones(workplace, train, run_here):
 
 
 @pytest.mark.parametrize("flags, steps, warmup", (((), 70, 7), (("-u", 9), 70, 9), (("-x", 3), 3, 0)))
-def test_a_small_text_is_not_learnt_by_heart(workplace, run_here, flags, steps, warmup):
-    """Of random weights: ten epochs of seven batches, unless -x says more."""
-    done = run_here(train_gpt2, "-e", "d2", "-b", 7, "-t", 80, "-s", 0, "-v", 0, "--final_reports", 0, *flags)
+def test_a_small_text_is_not_learnt_by_heart(workplace, run_here, monkeypatch, flags, steps, warmup):
+    """Of random weights: ten epochs of seven batches, unless -x says more. The first step ends the run."""
+    monkeypatch.setattr(train_gpt2, "train_step", Mock(side_effect=UserError("enough")))
+    done = run_here(train_gpt2, "-e", "d2", "-b", 7, "-t", 80, "-s", 0, "-v", 0, *flags, fails=["enough"])
     assert f"\nrun       {steps} steps of 560 tokens" in done.stdout
     assert f"warmup_steps={warmup} " in done.stdout or not warmup
 
@@ -269,6 +276,24 @@ def test_resumed_run_is_bit_equal(workplace, order, train):
     assert set(os.listdir("whole")) == set(os.listdir("parts"))
 
 
+@pytest.mark.parametrize("page, size", ((Llama3, "l2"), (Speedrun, "s2")))
+def test_a_run_of_another_page(workplace, run_here, page, size):
+    """One that is resumed has the bits of one that is not; it writes text, and is for its own page alone."""
+    write_tokenizer("data/tiny_shakespeare_tokenizer.bin", BYTES, 256)
+    trainer, flags = trainer_of(page), ("-e", size, "-b", 2, "-t", 16, "-s", 4, "-v", 4, "-n", 2, "-x", 4, "-o")
+    for directory in ("whole", "parts"):
+        run_here(trainer, *flags, directory)
+    remove_after("parts", 2)
+    assert "resuming at step 2" in run_here(trainer, *flags, "parts", "-y", 1).stdout
+    for name in checkpoint_paths("", 4):
+        assert Path("parts", name).read_bytes() == Path("whole", name).read_bytes()
+    printed = run_here(generate, "parts", "--prompt", "ab", "--tokens", 20, "--ignore_eot", "--device", "cpu").stdout
+    assert printed.startswith("ab") and len(printed) > 10
+    run_here(trainer, "-e", "parts", "-b", 2, "-t", 16, "-x", 2, "-s", 0)
+    run_here(train_gpt2, "-e", "parts", fails=(f"checkpoint of {page.__module__}.py" if page is Speedrun else
+                                               "Llama 3 checkpoint", "run the other page"))
+
+
 def test_a_run_s_newest_model_and_vocabulary_are_for_others(workplace, train, run_here):
     """-e takes its directory. Another vocabulary of the same size would change the meaning of all ids."""
     flags = ("-b", 2, "-t", 8, "-v", 0, "-s", 0, "-x", 3)
@@ -359,12 +384,6 @@ def test_a_run_whose_output_nobody_reads_saves_first(workplace, kind):
         pass
     os.close(reader)
     assert process.wait(timeout=60) == 128 + signal.SIGHUP and newest_checkpoint("run") >= 3
-
-
-def test_where_no_command_resumes(capsys):
-    for output, words in (("run", "resume with the same command and -y 1\n"), ("", "nothing was saved")):
-        stopped(Settings(output=output), 3, has_launcher=True)
-        assert words in capsys.readouterr().err
 
 
 def test_z_scores_are_those_of_the_last_values():

@@ -22,7 +22,7 @@ import llmc.progress
 import train_gpt2_cuda as cuda
 import train_llama3
 import train_speedrun
-from conftest import (GPT2_124M, ROOT, SMALL_HEADS, assert_one_line_error, optimizer_of, random_params, remove_after,
+from conftest import (GPT2_124M, ROOT, assert_one_line_error, optimizer_of, random_params, remove_after,
                       run_program)
 from llmc.checkpoint import owned_by_one, read_config, read_model, read_optimizer_state, write_model
 from llmc.gpu.compiler import compile_kernels
@@ -30,8 +30,7 @@ from llmc.gpu.device import cp
 from llmc.errors import UserError
 from llmc.gpu.geometry import check_sizes, launch_geometry
 from llmc.gpu.memory import RESERVE, check_memory, memory_plan
-from llmc.gpu.precision import Precision
-from llmc.gpu.trainer import Trainer, open_device, open_trainer
+from llmc.gpu.trainer import Trainer, open_trainer
 from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint
 from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, bf16_bits, flat, views
@@ -250,14 +249,6 @@ def test_what_is_left_to_the_gpu():
     for arch, dtype in (("sm_75", "float32"), ("sm_80", "bfloat16"), ("sm_90a", "float32")):
         with pytest.raises(UserError, match=f"--matmul kernels: .* this run is {dtype} on {arch}: leave the flag out"):
             cuda.resolve_auto(cuda.CudaSettings(dtype=dtype, matmul="kernels"), arch)
-
-
-@pytest.mark.parametrize("arch, dtype, given, kernels, cublaslt", (
-    ("sm_90a", "bfloat16", "auto", True, True), ("sm_90a", "float32", "auto", False, True),
-    ("sm_80", "bfloat16", "auto", False, True), ("sm_90a", "bfloat16", "kernels", True, False)))
-def test_who_multiplies(fake_gpu, arch, dtype, given, kernels, cublaslt):
-    _, matmul = open_device(cuda.GPT2, fake_gpu.gpu._replace(arch=arch), SMALL_HEADS, Precision(dtype), given)
-    assert (bool(matmul.kernels), bool(matmul.cublaslt)) == (kernels, cublaslt)
 
 
 def of_124M(function, settings):

@@ -2,7 +2,6 @@
 name exists; the notebook's cells run one after the other, and what is stored in it is what a run prints. scripts/: each
 runs, for a short time, or with a Python that only notes its commands; the flags are the programs'."""
 
-import ast
 import base64
 import importlib
 import json
@@ -44,15 +43,6 @@ def test_python_blocks(name, count):
     assert len(blocks) == count or blocks == BLOCKS
     with np.printoptions():  # which the page sets
         run_blocks(blocks, ["python"], path)
-
-
-@pytest.mark.parametrize("name", ("layernorm/layernorm.md", "attention/attention.md", "walkthrough.md", "python.md"))
-def test_blocks_can_be_pasted(name):
-    """Python's prompt wants an empty line after the body of a loop or a function."""
-    for block in read_blocks((ROOT / "doc" / name).read_text(encoding="utf-8")):
-        lines = block.content.splitlines() if block.kind.startswith("python") else []
-        ends = [node.end_lineno for node in ast.parse("\n".join(lines)).body if hasattr(node, "body")]
-        assert [lines[end] for end in ends if lines[end:] and lines[end]] == []
 
 
 @pytest.mark.gpu

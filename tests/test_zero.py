@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 import fake_gpus
-import timeline
 import train_gpt2
 import train_speedrun
 from conftest import SMALL_HEADS, Array, optimizer_of, random_params, remove_after
-from fake_gpus import end_ranks, fork_ranks, wait_for
+from fake_gpus import end_ranks, fork_ranks
 from llmc.checkpoint import Progress, owned_by_one, rank_path, read_optimizer_state, write_model, write_optimizer_state
 from llmc.files import OPTIMIZER_MAGIC, make_header
 from llmc.errors import UserError
@@ -42,7 +41,7 @@ def test_every_element_has_one_owner(table):
     """And is in one chunk of its owner's, with a place in the share's buffers, and one for each rank's gradient among
     those that arrive, on all ranks from the same place on. 2, 4, 8 and 16 ranks have the chunks of one."""
     alone, fields = Shares(TABLES[table], 1, 0.1).chunks(0)[0], ["flat", "count", "index", "decay", "at_random"]
-    for ranks in (1, 2, 3, 4, 5, 7, 8, 11, 16):
+    for ranks in (1, 2, 3, 8, 11, 16):
         shares = Shares(TABLES[table], ranks, 0.1)
         owners, indices, total, arrives = np.zeros(shares.size, np.int8), [], None, {}
         for rank in range(ranks):
@@ -245,15 +244,6 @@ def test_a_rank_that_dies(workplace, start):
         f"state_{step:08d}_{rank:05d}.bin" for step in (2, 3, 4) for rank in (0, 1)}
 
 
-def test_lost_data_stops_all_at_one_step(start):
-    ranks = start(2, *MANY, "-n", 0)
-    wait_for("\nstep", ranks)
-    os.unlink("data/tiny_shakespeare_train.bin")
-    statuses, _, err = end_ranks(ranks)
-    assert statuses == [1, 1] and err.count("train.bin: no such file") == 1 and "Traceback" not in err
-    assert len(os.listdir("run")) == len(["model", "state", "state", "DONE", "main.log", "main.csv", "tokenizer.bin"])
-
-
 def test_gpus_and_ctrl_c(heads):
     """The program starts its ranks, which stop at one step."""
     process = subprocess.Popen([sys.executable, fake_gpus.__file__, "--gpus", "2", *map(str, MANY), "-n", "0"],
@@ -276,8 +266,7 @@ def test_an_error_is_one_line(start, size, flags, words):
     assert statuses == [1] * size and words in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ("state_00000002_00001.bin", "DONE_00000002"))
-def test_a_checkpoint_that_one_rank_cannot_write(workplace, start, name):
+def test_a_checkpoint_that_one_rank_cannot_write(workplace, start, name="state_00000002_00001.bin"):
     """None of its files is left, on any rank; the one before stays."""
     (workplace / "run" / f"{name}.tmp").mkdir(parents=True)
     statuses, _, err = end_ranks(start(2, *MANY))
@@ -286,17 +275,7 @@ def test_a_checkpoint_that_one_rank_cannot_write(workplace, start, name):
     assert newest_checkpoint("run") == 1
 
 
-def test_a_timeline(workplace, start, fake_gpu, run_here, monkeypatch):
-    """Of a step of two micro-batches: what runs on each stream, and a picture."""
-    monkeypatch.setattr(timeline, "cp", fake_gpu.cp)
-    for graph in (0, 1):
-        output = run_here(timeline, "-b", 2, "-t", 8, "-d", 32, "--graph", graph).stdout
-        names = re.findall(r"^(\w+ \w+) +1\.000 +1\.000 +0\.000$", output, re.MULTILINE)
-        assert sorted(names) == sorted(["forward 0", "forward 1", "backward 0", "backward 1", "add 0", "adamw all"])
-        assert (workplace / "timeline.png").stat().st_size > 5000
-
-
-@pytest.mark.parametrize("ranks", (1, 2, 3, 4, 8, 16))
+@pytest.mark.parametrize("ranks", (1, 3, 4, pytest.param(16, marks=pytest.mark.large)))
 def test_matrices_travel_to_one_rank_each_and_back(ranks):
     """Of a stack: what arrives, in the order in which it was sent, is whole matrices."""
     shares = Shares(train_speedrun.parameter_table(train_speedrun.Config(64, 257, 3, 3, 96, 384)), ranks)

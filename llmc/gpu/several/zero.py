@@ -260,8 +260,8 @@ class SharedPasses:
 
 
 class SharedUpdate:
-    """What a page's optimizer does otherwise on several GPUs. The first layer and the rest are updated first: the next
-    forward pass begins with them, and they travel during the other updates."""
+    """What a page's optimizer does otherwise on several GPUs. The next forward pass begins with the first layer and the
+    rest: AdamW updates them first, and they travel meanwhile. Muon updates all matrices after the rest."""
 
     SENT = {"first layer": 0, "rest": None, "matrices": 0}  # group -> layer whose weights travel once it is updated
 
