@@ -4,7 +4,7 @@ One training step of your own model as a page: every tensor, forward, backward a
     python look.py runs/first --prompt "The cat sat on the mat."     # writes look.html, and opens it
 
 The step is the trainer's: the layers of train_gpt2.py or train_llama3.py run on the prompt, and are watched. The page
-gets the weights, rounded to 8 bits each before the step, and who read and wrote what; it computes all other numbers
+gets the weights, rounded to 16 bits each before the step, and who read and wrote what; it computes all other numbers
 itself. look/formulas.js has each layer's formula for a single number, look/page.js the pictures. It needs no network.
 """
 
@@ -64,10 +64,10 @@ def watching(architecture, call):
 
 
 class Numbers:
-    """The page's numbers: float32, or 8 bits each and a float32 scale for each row. Deflated, as one text."""
+    """The page's numbers: float32, or 16 bits each and a float32, the largest, for each row. Deflated, as one text."""
 
     def __init__(self):
-        self.singles, self.bytes = [], []  # arrays
+        self.singles, self.halves = [], []  # arrays
 
     def add(self, x):
         """Any array -> where its numbers are, in float32."""
@@ -75,16 +75,17 @@ class Numbers:
         return dict(at=sum(map(len, self.singles[:-1])))
 
     def add_rounded(self, x):
-        """float32 array -> where its numbers are, in 8 bits, to which it is rounded in place."""
-        scales = np.maximum(np.abs(x).max(-1), np.finfo(np.float32).tiny) / np.float32(127)
-        rounded = np.rint(x / scales[..., None]).astype(np.int8)
-        np.multiply(rounded, scales[..., None], out=x)
-        self.bytes.append(rounded.ravel())
-        return dict(at=sum(map(len, self.bytes[:-1])), scales=self.add(scales)["at"])
+        """float32 array -> where its numbers are, in 16 bits, to which it is rounded in place: the root of a number's
+        share of its row's largest is what is rounded, so that small numbers keep their digits."""
+        largest = np.maximum(np.abs(x).max(-1, keepdims=True), np.finfo(np.float32).tiny)
+        rounded = (np.copysign(np.sqrt(np.abs(x) / largest), x) * 32767).round().astype("<i2")
+        x[...] = rounded / 32767 * np.abs(rounded / 32767) * largest
+        self.halves.append(rounded.ravel())
+        return dict(at=sum(map(len, self.halves[:-1])), largest=self.add(largest)["at"])
 
     def text(self):
         """The 32-bit numbers first: the page makes one array of each kind."""
-        return base64.b64encode(zlib.compress(b"".join(self.singles + self.bytes))).decode()
+        return base64.b64encode(zlib.compress(b"".join(self.singles + self.halves))).decode()
 
 
 class Recorder:
@@ -262,7 +263,7 @@ def look(path, prompt, tokenizer=""):
     T, most = len(ids) - 1, min(MOST_TOKENS, opened.T)
     if not 2 <= T <= most:
         raise UserError(f"--prompt: {len(ids)} token{'s' * (T != 0)}, expected 3 to {most + 1}")
-    megabytes = table_elements(model.params.table) * 4 / 3 / 1e6  # in base64
+    megabytes = table_elements(model.params.table) * 2 * 4 / 3 / 1e6  # in base64
     if megabytes > MOST_MB:
         raise UserError(f"{path}: the page would have {megabytes:,.0f} MB, of at most {MOST_MB}: look at a smaller"
                         " model, like d4")

@@ -9,19 +9,22 @@ const list = (count, f) => Array.from({ length: count }, (_, i) => f(i));
 
 // ---- numbers --------------------------------------------------------------------------------------------------------
 
-let singles, bytes;  // what look.py's Numbers holds
+let singles, halves;  // what look.py's Numbers holds
 async function unpack() {
   const text = $("numbers").textContent;
   const packed = Uint8Array.fromBase64?.(text) ?? Uint8Array.from(atob(text), c => c.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
   const buffer = await new Response(stream).arrayBuffer();
   singles = new Float32Array(buffer, 0, data.singles);
-  bytes = new Int8Array(buffer, 4 * data.singles);
+  halves = new Int16Array(buffer, 4 * data.singles);
 }
-function stored({ at, scales }, size, width) {  // with scales: 8 bits a number, and a scale for each row of this width
-  if (scales === undefined) return singles.subarray(at, at + size);
+function stored({ at, largest }, size, width) {  // with largest: in 16 bits, and the largest of each row of this width
+  if (largest === undefined) return singles.subarray(at, at + size);
   const numbers = new Float32Array(size);
-  for (let i = 0; i < size; i++) numbers[i] = bytes[at + i] * singles[scales + Math.floor(i / width)];
+  for (let i = 0; i < size; i++) {
+    const root = halves[at + i] / 32767;
+    numbers[i] = root * Math.abs(root) * singles[largest + Math.floor(i / width)];
+  }
   return numbers;
 }
 

@@ -220,9 +220,7 @@ function drawDetail() {
         onchange: event => go(mode, key, index.with(axis, +event.target.value)) }))))]),
     make("p", {}, `${tensor.title}[${at.join(", ")}], ${at.map((i, axis) => tensor.inWords(axis, i)).join(", ")}: `,
       words("output", say(number))),
-    ...(e ? howMade(e) : [words("p", tensor.isWeight
-      ? `Training made this weight${
-      tensor.scales === undefined ? "" : "; it is rounded to 8 bits here"}.` : "It is given.")])];
+    ...(e ? howMade(e) : [words("p", tensor.isWeight ? "Training made this weight." : "It is given.")])];
 }
 
 function mostMoved() {
@@ -239,8 +237,7 @@ function introduction() {
     : "Forward: from tokens to a loss"),
   words("p", "Each tile is a tensor: tokens across, channels down; dashed: a weight. The step goes up, from the"
     + " embedding at the bottom to the loss on top. Click a tile, then one of its numbers, to see how it is made, and"
-    + " the line of the trainer that makes it. Arrow keys move, Escape goes up. In the prompt, blue was expected."
-    + " Matrices are rounded to 8 bits a weight, which keeps this page small."),
+    + " the line of the trainer that makes it. Arrow keys move, Escape goes up. In the prompt, blue was expected."),
   words("p", `The loss is ${say(data.loss)}, the mean over the positions:`),
   scroll(cells("th", "after", "came", "probability", "loss", "best guess"), ...data.losses.map((loss, t) => {
     const [id, p] = data.guesses.at(-1)[t][0];
