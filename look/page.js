@@ -237,7 +237,8 @@ function introduction() {
     : "Forward: from tokens to a loss"),
   words("p", "Each tile is a tensor: tokens across, channels down; dashed: a weight. The step goes up, from the"
     + " embedding at the bottom to the loss on top. Click a tile, then one of its numbers, to see how it is made, and"
-    + " the line of the trainer that makes it. Arrow keys move, Escape goes up. In the prompt, blue was expected."),
+    + " the line of the trainer that makes it. Arrow keys move, Escape goes up, / finds a tensor. In the prompt,"
+    + " blue was expected."),
   words("p", `The loss is ${say(data.loss)}, the mean over the positions:`),
   scroll(cells("th", "after", "came", "probability", "loss", "best guess"), ...data.losses.map((loss, t) => {
     const [id, p] = data.guesses.at(-1)[t][0];
@@ -329,12 +330,28 @@ const ARROWS = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], Arrow
 function press(event) {
   const { mode, key, index, picture } = state, arrow = ARROWS[event.key];
   if (event.target.tagName === "INPUT") return;
-  if (event.key === "Escape") go(mode);
+  if (event.key === "/") $("find").focus();
+  else if (event.key === "Escape") go(mode);
   else if (arrow && key) {
     const [r, c] = picture.cell(index).map((i, axis) => i + arrow[axis]);
     if (r >= 0 && c >= 0 && r < picture.rows && c < picture.columns) go(mode, key, picture.at(r, c));
   } else return;
   event.preventDefault();
+}
+
+const named = new Map([newest, gradients].flatMap((all, i) => Object.keys(all).map(key => {  // "qkv 2", "dqkv 2"
+  const [name, l] = key.split("|");
+  return [(i ? "d" : "") + name + (l && ` ${+l + 1}`), [i ? "backward" : "forward", key]];
+})));
+
+function find({ target }) {
+  const text = target.value.trim(), found = named.get(text) ?? named.get(`${text} 1`);
+  target.setCustomValidity(found ? "" : "no such tensor");
+  if (!target.reportValidity()) return;
+  target.value = "";
+  target.blur();
+  go(...found);
+  showOnPhone("detail");
 }
 
 function changeTheme() {
@@ -347,6 +364,8 @@ function changeTheme() {
 $("summary").textContent = `${data.path}: ${data.title}, ${data.model}. ${T} tokens, loss ${say(data.loss)}`;
 $("modes").append(...Object.keys(MODES).map(mode =>
   make("button", { textContent: mode, data: { mode }, onclick: () => go(mode) })));
+$("names").append(...Array.from(named.keys(), value => make("option", { value })));
+$("find").onchange = find;
 $("theme").onclick = changeTheme;
 addEventListener("hashchange", show);
 addEventListener("keydown", press);

@@ -122,8 +122,10 @@ def test_it_is_used_by_click_and_key_in_both_themes(open_page, width):
     page.locator("h2").first.click()
     page.keyboard.press("Escape")
     page.wait_for_function("state.key === ''")
-    page.click('[data-key="fch|1"]')
-    page.wait_for_function("state.key === 'fch|1'")
+    page.keyboard.press("/")
+    page.keyboard.type("dfch 2")
+    page.keyboard.press("Enter")
+    page.wait_for_function("state.mode === 'backward' && state.key === 'fch|1'")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
