@@ -170,9 +170,14 @@ class Recorder:
         return name[1:], next((l for l in layers if l != ""), "")
 
 
+def largest(x, count):
+    """The indices of each row's largest numbers, from the largest."""
+    return np.argsort(-x, axis=-1, kind="stable")[..., :count]
+
+
 def best(probs, count):
     """[[id, probability] * count] of each row, the likeliest first."""
-    ids = np.argsort(-probs, axis=-1, kind="stable")[:, :count]
+    ids = largest(probs, count)
     return [[[int(id), round(float(row[id]), 4)] for id in line] for line, row in zip(ids, probs)]
 
 
@@ -208,9 +213,9 @@ def gradient_times_input(model, architecture, T, embedded):
 
 
 def update(model, path, settings, numbers):
-    """The optimizer's update by this step's gradients: of each matrix, where the rows and columns cross that move most;
-    rate: AdamW's learning rate there, None where it is Muon. The moments are those of a run's newest checkpoint, if
-    there are; else it is a first update."""
+    """The optimizer's update by this step's gradients: of each matrix, where the rows and columns that have the largest
+    moves cross; rate: AdamW's learning rate there, None where it is Muon. The moments are those of a run's newest
+    checkpoint, if there are; else it is a first update."""
     optimizer, step, shown = model.optimizer, 0, {}
     rates, others = getattr(optimizer, "RATES", {}), getattr(optimizer, "MATRICES", ())
     steps = complete_checkpoints(path) if os.path.isdir(path) else []
@@ -226,20 +231,16 @@ def update(model, path, settings, numbers):
         sources = [getattr(source, name) for source in (moved, optimizer.m, optimizer.v)]
         for l in range(row.shape[0]) if row.stacked else ("",):
             parts = [x[l] if row.stacked else x[: model.config.V] if row.vocabulary else x for x in sources]
-            at = [np.sort(moving_most(parts[0], axis)[:MOST_ROWS]) for axis in range(parts[0].ndim)]
+            size = np.atleast_2d(np.abs(parts[0]))
+            at = [np.sort(largest(size.max(1 - axis), MOST_ROWS)) for axis in range(2)][-parts[0].ndim :]
             rate = None if name in others else settings.learning_rate * rates.get(name, 1.0)
             shown[f"{name}|{l}"] = dict(at=[x.tolist() for x in at], rate=rate,
                                         values=[numbers.add(x[np.ix_(*at)]) for x in parts])
+    lengths = np.linalg.norm(moved.wte, axis=1)
     decay = settings.weight_decay * getattr(optimizer, "DECAY", 1.0) if settings.decay == "all" else 0.0
     return dict(tensors=shown, step=step + 1, learning_rate=settings.learning_rate, beta1=settings.beta1,
                 beta2=settings.beta2, eps=settings.eps, weight_decay=decay, optimizer=type(optimizer).__name__,
-                embeddings=[[int(id), float(np.linalg.norm(moved.wte[id]))] for id in moving_most(moved.wte, 0)[:12]])
-
-
-def moving_most(x, axis):
-    """The indices along an axis, those with the largest numbers first."""
-    lengths = np.square(x).sum(axis=tuple(other for other in range(x.ndim) if other != axis))
-    return np.argsort(-lengths, kind="stable")
+                embeddings=[[int(id), float(lengths[id])] for id in largest(lengths, 12)])
 
 
 def film(path, inputs, targets, numbers):

@@ -210,7 +210,7 @@ function drawDetail() {
   const isUpdate = mode === "update", what = whatIs(tensor), number = picture.number(...picture.cell(index));
   const [at, e] = isUpdate ? [picture.index(index[0]), explainMove(key, index[0])] : [index, explain(tensor, index)];
   return [words("h2", (isUpdate ? `${data.update.optimizer} moves ` : "") + tensor.title + ofLayer(tensor.layer)),
-    words("p", isUpdate ? "The rows and columns that move most." : tensor.isGradient
+    words("p", isUpdate ? "The rows and columns with the largest moves." : tensor.isGradient
       ? `How the loss changes with ${tensor.name}: ${what}.` : `It is ${what}.`),
     words("p", `${tensor.shape.join(" × ")} numbers, ${say(picture.low)} … ${say(picture.high)}`),
     bigPicture(picture, picture.cell(index), (r, c) => go(mode, key, picture.at(r, c)), `${tensor.title}: ${what}`,
@@ -224,10 +224,17 @@ function drawDetail() {
 }
 
 function mostMoved() {
-  const { optimizer, step, learning_rate: rate, embeddings } = data.update;
+  const { optimizer, step, learning_rate: rate, embeddings, tensors: all } = data.update;
+  const most = Object.keys(all).map(key => {
+    const { moved, index } = moves(key), k = moved.reduce((k, x, i) => Math.abs(x) > Math.abs(moved[k]) ? i : k, 0);
+    return { move: moved[k], href: `#update/${key}/${k}`,
+      textContent: `${newest[key].name}[${index(k).join(", ")}]${ofLayer(newest[key].layer)}` };
+  }).sort((a, b) => Math.abs(b.move) - Math.abs(a.move)).slice(0, 12);
   return [words("h2", `Update: how far ${optimizer} moves each weight`),
     words("p", `If the model were trained on this prompt next: step ${step}, learning rate ${rate}. Of each`
-      + " matrix, a tile has the rows and columns that move most. Click a number to see how it is made."),
+      + " matrix, a tile has the rows and columns with the largest moves. Click a number to see how it is made."),
+    words("h3", "The weights that move most, one of each tensor"),
+    scroll(...most.map(({ move, ...fields }) => cells("td", make("a", fields), say(move)))),
     words("h3", "The tokens whose embeddings move most"),
     scroll(...embeddings.map(([id, length]) => cells("td", `“${word(id)}”`, say(length))))];
 }

@@ -85,10 +85,10 @@ def test_numbers_are_numpy_s(open_page):
 
 
 def test_update_guesses_and_film(open_page):
-    """A move is AdamW's; the last guesses are the model's; the slider goes back to the first checkpoint."""
+    """The largest move is AdamW's; the last guesses are the model's; the slider goes back to the first checkpoint."""
     page, data, _ = open_page()
     page.click('[data-mode="update"]')
-    page.click('[data-key="lnfw|"]')
+    page.click("#detail table a")
     moved = number(page.locator("#detail output").first.inner_text())
     assert moved and abs(number(page.inner_text("#value")) / moved - 1) < 0.01
     assert "p -= t" in page.inner_text("pre mark")
