@@ -244,13 +244,15 @@ def update(model, path, settings, numbers):
 
 
 def film(path, inputs, targets, numbers):
-    """The prompt in the checkpoints of a run: loss, guesses, and attention, in steps of 1/32."""
+    """The prompt in the checkpoints of a run: loss, guesses, the root mean square of the residual stream
+    after each layer (layer 0: embedding), and attention, in steps of 1/32."""
     steps, frames = complete_checkpoints(path) if os.path.isdir(path) else [], []
     for i in sorted({round(x) for x in np.linspace(0, len(steps) - 1, MOST_FRAMES)}) if len(steps) > 1 else ():
         model = load(checkpoint_paths(path, steps[i])[0])
         loss, acts = model.forward(inputs, targets), model.model.acts
+        norms = [float(np.sqrt(np.square(x).mean())) for x in (acts.encoded, *acts.residual3)]
         frames.append(dict(step=steps[i], loss=loss, losses=acts.losses[0].tolist(), guesses=best(acts.probs[0], 3),
-                           att=numbers.add_rounded(np.rint(acts.att * 32) / 32)))
+                           norms=norms, att=numbers.add_rounded(np.rint(acts.att * 32) / 32)))
     return frames
 
 

@@ -299,8 +299,11 @@ function drawTraining() {
     ariaLabel: "checkpoint" });
   slider.oninput = () => { history.replaceState(0, "", `#training//${slider.value}`); show(); $("frame").focus(); };
   return [make("div", {}, words("h2", `The prompt at step ${frame.step}: loss ${say(frame.loss)}`), slider,
-    scroll(cells("th", "step", ...frames.map(f => `${f.step}`)), cells("td", "loss", ...frames.map(f => say(f.loss)))),
-    words("p", "It is the loss of this prompt alone, which may rise while that of the training text falls."),
+    scroll(cells("th", "step", ...frames.map(f => `${f.step}`)), cells("td", "loss", ...frames.map(f => say(f.loss))),
+      cells("th", "size"), ...frame.norms.map((_, l) =>
+        cells("td", l ? `after layer ${l}` : "embedding", ...frames.map(f => say(f.norms[l]))))),
+    words("p", "It is the loss of this prompt alone, which may rise while that of the training text falls. Size is the"
+      + " residual stream's root mean square."),
     headGrid((l, h, r, c) => att[((l * data.NH + h) * T + r) * T + c], () => {})),
   make("div", {}, scroll(cells("th", "after", "came", "loss", "guesses"), ...inputs.map((_, t) => cells("td",
     position(t), `“${word(targets[t])}”`, say(frame.losses[t]),

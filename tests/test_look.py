@@ -102,6 +102,8 @@ def test_update_guesses_and_film(open_page):
     for key, step in (("ArrowRight", 6), ("ArrowLeft", 4), ("ArrowLeft", 2)):
         page.press("#frame", key)
         page.wait_for_selector(f"h2:text('at step {step}:')")
+    sizes = page.locator("tr:has-text('after layer 2') td").all_inner_texts()[1:]
+    assert [f"{number(x):.2e}" for x in sizes] == [f"{frame['norms'][2]:.2e}" for frame in data["film"]]
 
 
 @pytest.mark.parametrize("width", (390, 1440))
