@@ -74,12 +74,17 @@ const cells = (tag, ...all) => make("tr", {}, ...all.map(x => x.tagName === "TD"
 const scroll = (...rows) => make("div", { className: "scroll" }, make("table", {}, ...rows));
 const link = (tensor, index, text = `${tensor.title}[${index.join(", ")}]${ofLayer(tensor.layer)}`) =>
   make("a", { href: tensor.href(index), textContent: text });
-const labels = (className, side, size) => make("div", { className }, ...inputs.map(id => make("span", {
-  textContent: word(id), className: word(id).length > 1 ? "word" : "",
-  style: `${side}:${size}px;font-size:${Math.min(11, size)}px` })));
+const tokens = inputs.map(id => [word(id), 1]);  // labels: words, and how many rows or columns each is for
+const labels = (all, className, side, size) => make("div", { className }, ...all.map(([textContent, n]) =>
+  make("span", { textContent, className: textContent.length > 1 ? "word" : "",
+    style: `${side}:${n * size}px;font-size:${Math.min(11, n * size)}px` })));
+function bandsOf({ name, shape }) {  // of a tensor's channels: down
+  const Q = newest["atty|0"].shape[1], K = (shape[1] - Q) / 2;
+  return name === "qkv" ? [["query", Q], ["key", K], ["value", K]] : shape.length === 3 ? tokens : [];
+}
 
-// Click its cells. labelled: axes that are the tokens.
-function bigPicture(picture, [row, column], choose, ariaLabel, ...labelled) {
+// Click its cells.
+function bigPicture(picture, [row, column], choose, ariaLabel, above = [], beside = []) {
   const { rows, columns, low, full } = picture, least = low < 0 ? -full : 0;
   const wide = Math.max(200, Math.min(560, innerWidth - 110)) / columns, up = Math.max(.45, Math.min(28, 460 / rows));
   const across = wide > 2 ? Math.min(28, Math.floor(wide)) : wide;
@@ -92,8 +97,7 @@ function bigPicture(picture, [row, column], choose, ariaLabel, ...labelled) {
   const chosen = make("i", { style: `left:${column * across - 2}px;top:${row * up - 2}px;width:${
     Math.max(across, 2) + 4}px;height:${Math.max(up, 2) + 4}px` });
   return make("div", {}, make("div", { className: "big" },
-    ...(labelled.includes("across") ? [labels("across", "width", across)] : []),
-    ...(labelled.includes("down") ? [labels("down", "height", up)] : []), make("div", {}, canvas, chosen)),
+    labels(above, "across", "width", across), labels(beside, "down", "height", up), make("div", {}, canvas, chosen)),
   make("p", {}, `colors: ${say(least)}`, legend, `${say(full)}, and beyond`));
 }
 
@@ -214,7 +218,7 @@ function drawDetail() {
       ? `How the loss changes with ${tensor.name}: ${what}.` : `It is ${what}.`),
     words("p", `${tensor.shape.join(" × ")} numbers, ${say(picture.low)} … ${say(picture.high)}`),
     bigPicture(picture, picture.cell(index), (r, c) => go(mode, key, picture.at(r, c)), `${tensor.title}: ${what}`,
-      ...(tensor.isWeight ? [] : tensor.shape.length === 3 ? ["across", "down"] : ["across"])),
+      ...(tensor.isWeight ? [] : [tokens, bandsOf(tensor)])),
     ...(isUpdate ? [] : [make("p", { className: "index" }, ...index.map((i, axis) => make("label", {},
       `${tensor.axes[axis]} `, make("input", { type: "number", value: i, min: 0, max: tensor.shape[axis] - 1,
         onchange: event => go(mode, key, index.with(axis, +event.target.value)) }))))]),
@@ -264,7 +268,7 @@ function drawAttention() {
     headGrid((l, h, r, c) => newest[`att|${l}`].num(h, r, c), choose, `${l},${h}`)),
   make("div", { id: "one" }, words("h2", `Layer ${l + 1}, head ${h + 1}`),
     bigPicture({ ...pictureOf(att, h), full: 1 }, [t, looks[0][0]], r => go("attention", `att|${l}`, [h, r, 0]),
-      `attention of layer ${l + 1}, head ${h + 1}`, "across", "down"),
+      `attention of layer ${l + 1}, head ${h + 1}`, tokens, tokens),
     words("p", `From position ${position(t)} it looks at (the prompt above chooses another position):`),
     scroll(...looks.map(([x, p]) => cells("td", position(x), link(att, [h, t, x], say(p))))))];
 }

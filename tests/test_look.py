@@ -113,6 +113,7 @@ def test_it_is_used_by_click_and_key_in_both_themes(open_page, width):
     assert page.locator("#prompt button").count() == len(data["ids"]) - 1 == len(PROMPT.encode()) - 1
     page.click('[data-key="qkv|1"]')
     page.wait_for_selector("#value")
+    assert page.locator(".down span").all_inner_texts() == ["query", "key", "value"]
     canvas = page.locator(".big canvas")
     canvas.click(position={"x": canvas.bounding_box()["width"] * 1.5 / (len(data["ids"]) - 1), "y": 3})
     page.wait_for_function("state.index[0] === 1")
