@@ -1,5 +1,5 @@
 """
-The reference GPT-2, in PyTorch: weights for the trainers to start from, and states for their tests.
+Weights for the trainers to start from and, by the reference in PyTorch, states for their tests.
 
     python export_weights.py                      # pretrained GPT-2 124M from Hugging Face
     python export_weights.py --model d12          # the same architecture with random weights from a seed, no download
@@ -327,7 +327,7 @@ def parse_arguments():
     group.add_argument("--compile", type=int, choices=(0, 1), default=0, help="torch.compile")
     group.add_argument("--tensorcores", type=int, choices=(0, 1), default=0, help="TF32 matmuls on a GPU")
     group.add_argument("--flash", type=int, choices=(0, 1), default=0,
-                       help="F.scaled_dot_product_attention, which Llama 3 always uses")
+                       help="F.scaled_dot_product_attention, which the others always use")
     group.add_argument("--device", default="auto", help="cpu, cuda, mps; auto: a GPU when there is one")
     args = parser.parse_args()
     for name, least in (("num_iterations", 0), ("batch_size", 1), ("sequence_length", 1)):

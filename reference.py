@@ -23,6 +23,7 @@ from train_llama3 import Llama3, rope_table
 from train_speedrun import Speedrun
 
 ADAMW = dict(learning_rate=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
+CAP, SCALE, EPS = 15.0, 0.12, float(np.finfo(np.float32).eps)  # of a speed run
 MUON = dict(learning_rate=2.5e-3, beta1=0.8, beta2=0.95, eps=1e-15, weight_decay=0.05)
 LLMC_LLAMA_TEST = dict(learning_rate=1e-5, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
 
@@ -120,7 +121,7 @@ class LlamaAttention(nn.Module):
 
     def forward(self, x):
         (B, T, _), NH, NKV, HS = x.shape, self.config.NH, self.config.NKV, self.config.HS
-        cos, sin = rotations(self.config, T, x.dtype)
+        cos, sin = rotations(self.config, T, x)
         query, key, value = (project(x).view(B, T, -1, HS).transpose(1, 2)
                              for project in (self.q_proj, self.k_proj, self.v_proj))
         query, key = (part * cos + swapped(part) * sin for part in (query, key))
@@ -129,9 +130,9 @@ class LlamaAttention(nn.Module):
         return self.o_proj(heads.transpose(1, 2).reshape(B, T, NH * HS))
 
 
-def rotations(config, T, dtype):
-    """cos and sin (T, HS) of RoPE, for Hugging Face's halves."""
-    return (torch.from_numpy(np.concatenate((part, part), 1)).to(dtype) for part in rope_table(config, T))
+def rotations(config, T, like):
+    """cos and sin (T, HS) of RoPE, as `like`, for Hugging Face's halves."""
+    return (torch.from_numpy(np.concatenate((part, part), 1)).to(like) for part in rope_table(config, T))
 
 
 def swapped(x):
@@ -200,7 +201,7 @@ class ReferenceSpeedrun(nn.Module):
 
     def forward(self, tokens, targets=None):
         (B, T), config = tokens.shape, self.config
-        norm = functools.partial(F.rms_norm, eps=torch.finfo(torch.float32).eps)
+        norm = functools.partial(F.rms_norm, eps=EPS)
         cos, sin = half_rotations(config, T, self.wte)
         x = norm(self.wte[tokens], [config.C], self.ln0w)
         for l in range(config.L):
@@ -208,19 +209,19 @@ class ReferenceSpeedrun(nn.Module):
             query, key, value = (part.view(B, T, config.NH, config.HS) for part in y.split(config.C, 2))
             query, key = (rotated(norm(part, [config.HS]), cos, sin) for part in (query, key))
             y = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (query, key, value)), is_causal=True,
-                                               scale=0.12).transpose(1, 2).reshape(B, T, config.C)
+                                               scale=SCALE).transpose(1, 2).reshape(B, T, config.C)
             x = x + F.linear(y, self.attprojw[l], self.attprojb[l])
             y = F.relu(F.linear(norm(x, [config.C], self.ln2w[l]), self.fcw[l], self.fcb[l])).square()
             x = x + F.linear(y, self.fcprojw[l], self.fcprojb[l])
         logits = F.linear(norm(x, [config.C], self.lnfw), self.lm_head, self.lm_headb)
-        logits = 15 * logits * torch.rsqrt(logits.square() + 15**2)
+        logits = CAP * logits * torch.rsqrt(logits.square() + CAP**2)
         if targets is None:
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def half_rotations(config, T, like, rounded=lambda x: x):
-    """cos and sin (T, 1, HS/2), of like's dtype, of RoPE that leaves half of the pairs as they are."""
+    """cos and sin (T, 1, HS/2), as `like`, of RoPE that leaves half of the pairs as they are."""
     frequencies = rounded((1 / 1024) ** torch.linspace(0, 1, config.HS // 4, dtype=torch.float64))
     angles = rounded(torch.arange(T, dtype=torch.float64)[:, None] * frequencies)
     angles = torch.cat((angles, torch.zeros_like(angles)), 1)[:, None]
@@ -305,13 +306,17 @@ class MuonAndAdamW:
     PARTS = {"qkvw": 3, "attprojw": 1, "fcw": 1, "fcprojw": 1}  # 3: query, key and value apart
     FEW_TOKENS, MANY_TOKENS, DECAY = (5, (3.4445, -4.7750, 2.0315)), (12, (2, -1.5, 0.5)), 0.02
 
+    @classmethod
+    def steps_for(cls, tokens):
+        return cls.MANY_TOKENS if tokens >= 2**17 else cls.FEW_TOKENS
+
     @staticmethod
     def rate(name):
         return {"wte": 28, "lm_head": 0.16}.get(name, 0.6)
 
     def __init__(self, model, settings, tokens):
         self.model, self.settings, tensors = model, settings, dict(model.named_parameters())
-        self.newton_schulz = self.MANY_TOKENS if tokens >= 2**17 else self.FEW_TOKENS
+        self.newton_schulz = self.steps_for(tokens)
         self.matrices = [(tensors[name], torch.zeros_like(tensors[name]), parts) for name, parts in self.PARTS.items()]
         groups = [{"params": [p], "lr": settings["learning_rate"] * self.rate(name)}
                   for name, p in tensors.items() if name not in self.PARTS]

@@ -3,7 +3,7 @@ Is the verdict of test_gpt2.py ever wrong? Runs it on drawn models, weights and 
 
     python dev/verdict.py                          # 200 draws on train_gpt2.py, twenty minutes on two cores
     python dev/verdict.py --backend cuda-bf16 -n 30 --seed 1000
-    python dev/verdict.py --model llama3           # the same of Llama 3, on train_llama3.py; speedrun
+    python dev/verdict.py --model llama3           # the same of Llama 3; or speedrun
     python dev/verdict.py --model d12 -n 10        # of GPT-2 124M, B=4, T=64, with new weights: two minutes each
 
 A line per draw: sizes, standard deviation of the weights, the largest error as a fraction of its tolerance, its tensor;
@@ -41,11 +41,11 @@ def drawn(rng, config, table, B, T):
 
 def draw(seed, HS_multiple=None, page=GPT2):
     """Draw a GPT-2, or a speed run's GPT, and a batch: what `drawn` returns."""
-    rng, HS_multiple = np.random.default_rng(seed), HS_multiple or (4 if page is GPT2 else 8)
+    rng, HS_multiple = np.random.default_rng(seed), HS_multiple or 4
     while True:
         HS, NH, L = HS_multiple * int(rng.integers(1, 17)), int(rng.integers(1, 9)), int(rng.integers(1, 13))
         B, T, V = int(rng.integers(1, 8)), int(2 ** rng.uniform(0, 7.5)), int(50 * 2 ** rng.uniform(0, 5))
-        if 16 <= HS * NH <= 512 and HS <= 128 and L * B * T * (HS * NH) ** 2 < 5e7:
+        if 16 <= HS * NH <= 512 and 8 * (page is Speedrun) <= HS <= 128 and L * B * T * (HS * NH) ** 2 < 5e7:
             break
     config = page.Config(max(T, 8), V, L, NH, HS * NH, padded(V))
     return drawn(rng, config, page.parameter_table(config), B, T)
@@ -98,7 +98,7 @@ def main():
     args = parser.parse_args()
     if args.n < 1 or args.seed < 0:
         raise UserError(f"-n {args.n} --seed {args.seed}: expected at least 1 draw, and a seed of at least 0")
-    require(args.backend)
+    require(args.backend, Speedrun if args.model == "speedrun" else GPT2)
     parts, red = [], 0
     for seed in tqdm(range(args.seed, args.seed + args.n), desc=args.backend, disable=None):
         multiple = {"numpy": (), "cuda-fp8": (32,)}.get(args.backend, (16,))  # of HS; on a GPU, half of it of F

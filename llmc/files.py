@@ -27,7 +27,7 @@ HELLASWAG = "data/hellaswag_val.bin"
 
 def export_hint(path):
     """The hint for a missing or damaged file of export_weights.py: the command that makes a file of this name."""
-    label = re.match(r"gpt2_(124M|355M|774M|1558M|d\d+)[_.]", os.path.basename(path))
+    label = re.match(r"(?:gpt2|llama3|speedrun)_(124M|355M|774M|1558M|[dls]\d+)[_.]", os.path.basename(path))
     names = {"124M": "gpt2", "355M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}
     if os.fspath(path).endswith("_debug_state.bin") and not label:
         return f"{EXPORT} --model MODEL --input TOKENS_val.bin"

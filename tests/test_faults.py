@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from llmc.checkpoint import owned_by_one, Progress, read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.files import MODEL_MAGIC, OPTIMIZER_MAGIC
-from llmc.resume import checkpoint_paths, save_checkpoint
+from llmc.resume import checkpoint_paths, complete_checkpoints, save_checkpoint
 from llmc.shuffle import Position
 from llmc.tensors import flat
 from llmc.tokenizer import read_tokenizer, write_tokenizer
@@ -80,6 +81,17 @@ def test_files_of_another_size_and_weights_that_are_not_finite(workplace):
         write_model(model_path, SMALL, random_params(SMALL))
         patch_header(model_path, h300=bits)
         pytest.raises(UserError, read_model, model_path, GPT2).match(f"{model_path}: tensor wte holds NaN or infinite")
+
+
+@pytest.mark.parametrize("call", range(3))
+def test_a_run_killed_while_it_deletes_a_checkpoint(workplace, train, at_call, call):
+    """leaves no marker without a model; the next one deletes the rest."""
+    flags = ("-n", 1, "-nk", 1, "-o", "run")
+    at_call(os, "unlink", call, Mock(side_effect=KeyboardInterrupt))
+    assert train("-x", 2, *flags).returncode == 130
+    assert all(Path(path).exists() for step in complete_checkpoints("run") for path in checkpoint_paths("run", step))
+    train("-x", 3, *flags, "-y", 1, check=True)
+    assert {path.name for path in Path("run").glob("*_0*")} == set(checkpoint_paths("", 3))
 
 
 @pytest.mark.parametrize("slot, name", enumerate(("version", "maxT", "V", "L", "NH", "C", "Vp"), 1))
@@ -241,6 +253,8 @@ def test_damaged_checkpoints_and_logs(workplace, train):
     fails(state, "step 5", h10=5)
     fails("batch 9999", h32=9999)
     fails(state, "the optimizer's m: tensor wte", f"remove {marker}", h256=0x7FC00000)  # NaN, first in m
+    infinity_in_v = {f"h{256 + (len(good) - 1024) // 8}": 0x7F800000}
+    fails(state, "the optimizer's v: tensor wte", f"remove {marker}", **infinity_in_v)
     Path("run", "main.csv").rename("main.csv")
     Path("run", "main.csv").write_text("notes\n")
     fails("main.csv", "not a training log")

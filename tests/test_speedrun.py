@@ -16,7 +16,8 @@ from llmc.checkpoint import padded, without_padding, write_model
 from llmc.gpu.trainer import open_trainer
 from llmc.tensors import allocate, flat, views
 from reference import MuonAndAdamW, to_reference
-from test_gpt2 import need
+from test_gpt2 import SMOOTH, NumpyRun, Yardstick, need, replay
+from train_gpt2 import random_params
 
 CONFIG = t.Config(maxT=32, V=50, L=2, NH=2, C=32, Vp=128)
 TOLERANCE = 2e-4  # the largest of 200 draws is 5e-5, the smallest fault's 1e-3
@@ -124,6 +125,18 @@ def test_a_planted_fault_is_found(monkeypatch, fault):
     monkeypatch.setattr(t, "rope_table", t.rope_table.__wrapped__)
     monkeypatch.setattr(*FAULTS[fault])
     assert wrong(errors(1, updates=3))
+
+
+@pytest.mark.parametrize("fault", ("eps of every norm", "attention's scale", "the cap", "the cap without its slope"))
+def test_the_ladder_finds_a_planted_fault(monkeypatch, fault):
+    params = random_params(t.parameter_table(CONFIG), CONFIG.V, CONFIG.L, 1)
+    x, y = np.random.default_rng(1).integers(0, CONFIG.V, (2, 3, 11))
+    params.lm_head *= 100
+    yardstick = Yardstick(CONFIG, params, x, y, "numpy")
+    assert yardstick.judge(replay(NumpyRun(CONFIG, params, x, y, SMOOTH)))
+    monkeypatch.setattr(*FAULTS[fault])
+    yardstick = Yardstick(CONFIG, params, x, y, "numpy")
+    assert not yardstick.judge(replay(NumpyRun(CONFIG, params, x, y, SMOOTH)))
 
 
 def test_its_model_is_exported_but_not_to_transformers(workplace, run_here):
