@@ -3,9 +3,9 @@ One training step of your own model as a page: every tensor, forward, backward a
 
     python look.py runs/first --prompt "The cat sat on the mat."     # writes look.html, and opens it
 
-The step is the trainer's: the layers of train_gpt2.py or train_llama3.py run on the prompt, and are watched. Their
-results are rounded to 16 bits, as the page holds them: what it shows follows from what it shows. look/formulas.js
-has each layer's formula for a single number, look/page.js the pictures. The file needs no network.
+The step is the trainer's: the layers of train_gpt2.py or train_llama3.py run on the prompt, and are watched. The page
+gets the weights, rounded to 16 bits each before the step, and who read and wrote what; it computes all other numbers
+itself. look/formulas.js has each layer's formula for a single number, look/page.js the pictures. It needs no network.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
@@ -15,11 +15,11 @@ import contextlib
 import functools
 import inspect
 import json
-import math
 import os
 import re
 import sys
 import webbrowser
+import zlib
 
 import numpy as np
 
@@ -31,7 +31,10 @@ from llmc.resume import checkpoint_paths, complete_checkpoints
 from llmc.tensors import flat, table_elements, views
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "look")
-MOST_TOKENS, MOST_MB, MOST_FRAMES, GRID = 64, 64, 12, 32
+MOST_TOKENS, MOST_MB, MOST_FRAMES, MOST_ROWS = 64, 64, 12, 32
+
+
+same = functools.partial(np.array_equal, equal_nan=True)
 
 
 @contextlib.contextmanager
@@ -60,41 +63,39 @@ def watching(architecture, call):
             setattr(module, name, f)
 
 
-def scale_of(x):
-    """The power of two by which float16 keeps both the largest and the small numbers of x."""
-    largest = float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
-    return 2.0 ** (math.frexp(largest)[1] - 15) if largest else 1.0
-
-
-def round_to_16_bits(x):
-    """In place."""
-    scale = np.float32(scale_of(x))
-    x[...] = (x / scale).astype(np.float16) * scale
-
-
 class Numbers:
-    """The page's numbers, in 16 bits each or, if exact, 32: one buffer, of which the page makes typed arrays."""
+    """The page's numbers: float32, or 16 bits each and a float32, the largest, for each row. Deflated, as one text."""
 
     def __init__(self):
-        self.pieces, self.size = [], 0  # in units of 16 bits
+        self.singles, self.halves = [], []  # arrays
 
-    def add(self, x, exact=False):
-        """float32 array -> where it is."""
-        scale = scale_of(x)
-        stored = x.astype("<f4").view("<u2") if exact else (x / np.float32(scale)).astype("<f2").view("<u2")
-        begin = self.size + self.size % 2
-        self.pieces += [b"\0" * 2 * (begin - self.size), stored.tobytes()]
-        self.size = begin + stored.size
-        return dict(at=begin // 2, exact=1) if exact else dict(at=begin, scale=scale)
+    def add(self, x):
+        """Any array -> where its numbers are, in float32."""
+        self.singles.append(np.array(x, "<f4").ravel())  # a copy: the update changes weights in place
+        return dict(at=sum(map(len, self.singles[:-1])))
+
+    def add_rounded(self, x):
+        """float32 array -> where its numbers are, in 16 bits, to which it is rounded in place: the root of a number's
+        share of its row's largest is what is rounded, so that small numbers keep their digits."""
+        largest = np.maximum(np.abs(x).max(-1, keepdims=True), np.finfo(np.float32).tiny)
+        rounded = (np.copysign(np.sqrt(np.abs(x) / largest), x) * 32767).round().astype("<i2")
+        x[...] = rounded / 32767 * np.abs(rounded / 32767) * largest
+        self.halves.append(rounded.ravel())
+        return dict(at=sum(map(len, self.halves[:-1])), largest=self.add(largest)["at"])
+
+    def text(self):
+        """The 32-bit numbers first: the page makes one array of each kind."""
+        return base64.b64encode(zlib.compress(b"".join(self.singles + self.halves))).decode()
 
 
 class Recorder:
     """The calls of a step, and the tensors that they read and write. A buffer that is written anew is a new tensor."""
 
-    def __init__(self, model):
+    def __init__(self, model, numbers):
         self.tensors, self.contents, self.calls = [], [], []  # tensors: what the page is told of each
-        self.gradients = {}  # "name|layer" -> the number of its gradient
-        self.newest, self.outputs, self.places, self.V, self.table = {}, {}, {}, model.config.V, model.params.table
+        self.gradients, self.outputs = {}, {}  # "name|layer" -> the number of its gradient; what a call with inp wrote
+        self.newest, self.places, self.stored = {}, {}, {}  # by address
+        self.numbers, self.V, self.table = numbers, model.config.V, model.params.table
         for kind in ("params", "grads", "acts", "scratch"):
             tensors = getattr(model, kind)
             for name, row in tensors.table.items():
@@ -102,7 +103,8 @@ class Recorder:
                 for l, tensor in enumerate(whole) if row.stacked else [("", whole)]:
                     self.places[tensor.ctypes.data] = kind, name, l
                     if kind == "params":
-                        round_to_16_bits(tensor)
+                        add = numbers.add_rounded if tensor.ndim > 1 else numbers.add
+                        self.stored[tensor.ctypes.data] = add(self.cut(tensor))
 
     def place(self, x):
         """(kind, name, layer) of an array, by its address; the layer is "" outside of layers."""
@@ -111,18 +113,23 @@ class Recorder:
     def key(self, x):
         return "{1}|{2}".format(*self.place(x))
 
+    def cut(self, x):
+        """Without the rows that pad the vocabulary."""
+        kind, name, _ = self.place(x)
+        return x[: self.V] if kind in ("params", "grads") and self.table[name].vocabulary else x
+
     def record(self, f, arguments):
-        """Call a layer's function, and note what it reads and writes."""
+        """Call a layer's function, and note what it reads and writes. What it wrote may have been read before, as by
+        `+=`: if its content was known, it is among both."""
         arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
-        before, number = {name: self.cut(x) for name, x in arrays.items()}, len(self.calls)
+        before, number = {name: self.cut(x).copy() for name, x in arrays.items()}, len(self.calls)
         f(**arguments)
         written = {}  # a name for each buffer: gelu_backward's dinp is its dout
         for name, x in arrays.items():
             if not same(self.cut(x), before[name]) and x.ctypes.data not in written.values():
                 written[name] = x.ctypes.data
-                round_to_16_bits(x)
-        ins = {name: self.number(x, before[name], name) for name, x in arrays.items()
-               if name not in written or self.is_known(x, before[name]) and is_read(f, arguments, before, name)}
+        ins = {name: self.newest[x.ctypes.data] if self.is_known(x, before[name]) else self.add(x, before[name], name)
+               for name, x in arrays.items() if name not in written or self.is_known(x, before[name])}
         pair = f.__name__.rsplit("_", 1)[0], self.key(arrays["inp"]) if "inp" in arrays else ""
         is_forward = f.__name__.endswith("_forward")
         if is_forward:
@@ -130,21 +137,12 @@ class Recorder:
         elif "dout" in ins and pair in self.outputs:  # of a sum's terms, to which the sum's gradient is handed on
             self.gradients.setdefault(self.outputs[pair], ins["dout"])
         of = {name: None if is_forward else self.gradient_of(name, arrays) for name in written}
-        outs = {name: self.add(arrays[name], self.cut(arrays[name]), name, of[name], number) for name in written}
-        numbers = {name: x for name, x in arguments.items() if isinstance(x, (int, float))}
-        self.calls.append(dict(f=f.__name__, ins=ins, outs=outs, n=numbers))
-
-    def cut(self, x):
-        """A copy, without the rows that pad the vocabulary."""
-        kind, name, _ = self.place(x)
-        return x[: self.V].copy() if kind in ("params", "grads") and self.table[name].vocabulary else x.copy()
+        outs = {name: self.add(arrays[name], self.cut(arrays[name]).copy(), name, of[name], number) for name in written}
+        sizes = {name: x for name, x in arguments.items() if isinstance(x, (int, float))}
+        self.calls.append(dict(f=f.__name__, ins=ins, outs=outs, sizes=sizes))
 
     def is_known(self, x, content):
         return x.ctypes.data in self.newest and same(self.contents[self.newest[x.ctypes.data]], content)
-
-    def number(self, x, content, argument):
-        """The number of the tensor with x's memory and this content."""
-        return self.newest[x.ctypes.data] if self.is_known(x, content) else self.add(x, content, argument)
 
     def add(self, x, content, argument, of=None, by=None):
         """A new tensor, the gradient `of` (name, layer) or itself, written by call `by`; returns its number."""
@@ -154,8 +152,9 @@ class Recorder:
             self.gradients[f"{name}|{l}"] = number
         self.newest[x.ctypes.data] = number
         has_batch = kind in ("acts", "scratch") or content.dtype.kind == "i"  # of one sequence
+        where = {} if by is not None else self.stored.get(x.ctypes.data) or self.numbers.add(content)
         self.tensors.append(dict(name=name or argument, layer=l, kind="gradient" if of else kind, by=by, arg=argument,
-                                 shape=content.shape[has_batch:]))
+                                 shape=content.shape[has_batch:], **where))
         self.contents.append(content)
         return number
 
@@ -170,31 +169,15 @@ class Recorder:
             layers.append(self.tensors[self.newest[arrays[name].ctypes.data]]["layer"])
         return name[1:], next((l for l in layers if l != ""), "")
 
-    def described(self, numbers):
-        """The page's description of each tensor. It computes a weight's gradient, as large as the weight, itself."""
-        for tensor, content in zip(self.tensors, self.contents):
-            if content.dtype.kind == "i":
-                tensor["ints"] = content.ravel().tolist()
-            elif tensor["arg"] != "dweight" or content.ndim == 1:
-                tensor |= numbers.add(content, exact=tensor["by"] is None and tensor["kind"] != "params")
-        return self.tensors
 
-
-def is_read(f, arguments, before, name):
-    """Whether a function reads the array that it also writes: NaN would stay. before: the arrays before the call."""
-    copies = {argument: x.copy() for argument, x in before.items()}
-    copies[name].fill(np.nan)
-    f(**{**arguments, **copies})
-    return np.isnan(copies[name]).any()
-
-
-def same(a, b):
-    return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+def largest(x, count):
+    """The indices of each row's largest numbers, from the largest."""
+    return np.argsort(-x, axis=-1, kind="stable")[..., :count]
 
 
 def best(probs, count):
     """[[id, probability] * count] of each row, the likeliest first."""
-    ids = np.argsort(-probs, axis=-1, kind="stable")[:, :count]
+    ids = largest(probs, count)
     return [[[int(id), round(float(row[id]), 4)] for id in line] for line, row in zip(ids, probs)]
 
 
@@ -230,9 +213,9 @@ def gradient_times_input(model, architecture, T, embedded):
 
 
 def update(model, path, settings, numbers):
-    """The optimizer's update by this step's gradients: of each matrix, in a grid of blocks, the weight that moved most;
-    rate: AdamW's learning rate there, None where it is Muon. The moments are those of a run's newest checkpoint, if
-    there are; else it is a first update."""
+    """The optimizer's update by this step's gradients: of each matrix, where the rows and columns that have the largest
+    moves cross; rate: AdamW's learning rate there, None where it is Muon. The moments are those of a run's newest
+    checkpoint, if there are; else it is a first update."""
     optimizer, step, shown = model.optimizer, 0, {}
     rates, others = getattr(optimizer, "RATES", {}), getattr(optimizer, "MATRICES", ())
     steps = complete_checkpoints(path) if os.path.isdir(path) else []
@@ -245,40 +228,31 @@ def update(model, path, settings, numbers):
     optimizer.update(model.params, model.grads, settings, settings.learning_rate, step + 1)
     np.subtract(flat(model.params), flat(moved), out=flat(moved))
     for name, row in moved.table.items():
-        sources = [getattr(source, name) for source in (
-            moved, model.grads, *(getattr(optimizer, kind) for kind in optimizer.STATE))]
+        sources = [getattr(source, name) for source in (moved, optimizer.m, optimizer.v)]
         for l in range(row.shape[0]) if row.stacked else ("",):
             parts = [x[l] if row.stacked else x[: model.config.V] if row.vocabulary else x for x in sources]
-            at = most_in_blocks(np.abs(parts[0]))
+            size = np.atleast_2d(np.abs(parts[0]))
+            at = [np.sort(largest(size.max(1 - axis), MOST_ROWS)) for axis in range(2)][-parts[0].ndim :]
             rate = None if name in others else settings.learning_rate * rates.get(name, 1.0)
-            shown[f"{name}|{l}"] = dict(at=at.tolist(), rate=rate, total=float(np.linalg.norm(parts[0])),
-                                        values=[numbers.add(x.reshape(-1)[at], exact=True) for x in parts])
-    lengths = np.linalg.norm(moved.wte[: model.config.V], axis=1)
+            shown[f"{name}|{l}"] = dict(at=[x.tolist() for x in at], rate=rate,
+                                        values=[numbers.add(x[np.ix_(*at)]) for x in parts])
+    lengths = np.linalg.norm(moved.wte, axis=1)
     decay = settings.weight_decay * getattr(optimizer, "DECAY", 1.0) if settings.decay == "all" else 0.0
     return dict(tensors=shown, step=step + 1, learning_rate=settings.learning_rate, beta1=settings.beta1,
                 beta2=settings.beta2, eps=settings.eps, weight_decay=decay, optimizer=type(optimizer).__name__,
-                embeddings=[[int(id), float(lengths[id])] for id in np.argsort(-lengths, kind="stable")[:12]])
-
-
-def most_in_blocks(x):
-    """The flat index of the largest number in each block of at most GRID x GRID (of a vector: of all)."""
-    if x.ndim == 1:
-        return np.arange(x.size)
-    rows, columns = (np.linspace(0, n, min(n, GRID) + 1).astype(int) for n in x.shape)
-    at = [(r, c, *np.unravel_index(np.argmax(block := x[r:r2, c:c2]), block.shape))
-          for r, r2 in zip(rows, rows[1:]) for c, c2 in zip(columns, columns[1:])]
-    return np.array([(r + i) * x.shape[1] + c + j for r, c, i, j in at])
+                embeddings=[[int(id), float(lengths[id])] for id in largest(lengths, 12)])
 
 
 def film(path, inputs, targets, numbers):
-    """The prompt in the checkpoints of a run: loss, guesses, attention, and the size of the residual stream."""
+    """The prompt in the checkpoints of a run: loss, guesses, the root mean square of the residual stream
+    after each layer (layer 0: embedding), and attention, in steps of 1/32."""
     steps, frames = complete_checkpoints(path) if os.path.isdir(path) else [], []
     for i in sorted({round(x) for x in np.linspace(0, len(steps) - 1, MOST_FRAMES)}) if len(steps) > 1 else ():
         model = load(checkpoint_paths(path, steps[i])[0])
         loss, acts = model.forward(inputs, targets), model.model.acts
         norms = [float(np.sqrt(np.square(x).mean())) for x in (acts.encoded, *acts.residual3)]
         frames.append(dict(step=steps[i], loss=loss, losses=acts.losses[0].tolist(), guesses=best(acts.probs[0], 3),
-                           norms=norms, att=numbers.add(acts.att)))
+                           norms=norms, att=numbers.add_rounded(np.rint(acts.att * 32) / 32)))
     return frames
 
 
@@ -292,17 +266,17 @@ def look(path, prompt, tokenizer=""):
     T, most = len(ids) - 1, min(MOST_TOKENS, opened.T)
     if not 2 <= T <= most:
         raise UserError(f"--prompt: {len(ids)} token{'s' * (T != 0)}, expected 3 to {most + 1}")
-    tables = architecture.activation_table(config, 1, T), architecture.scratch_table(config, 1, T)
-    megabytes = (table_elements(model.params.table) + sum(map(table_elements, tables)) * 1.2) * 2 * 4 / 3 / 1e6
+    megabytes = table_elements(model.params.table) * 2 * 4 / 3 / 1e6  # in base64
     if megabytes > MOST_MB:
         raise UserError(f"{path}: the page would have {megabytes:,.0f} MB, of at most {MOST_MB}: look at a smaller"
-                        " model, like d4, or pass a shorter --prompt")
+                        " model, like d4")
     model.allocate_activations(1, T)
     model.allocate_training(1, T)
-    model.acts, model.scratch = views(tables[0], model.activations_buffer), views(tables[1], model.scratch.buffer)
+    model.acts = views(architecture.activation_table(config, 1, T), model.activations_buffer)
     for tensors in (model.acts, model.scratch):
         flat(tensors).fill(np.nan)  # so that whatever is written differs from it
-    calls, numbers, recorder = [], Numbers(), Recorder(model)
+    calls, numbers = [], Numbers()
+    recorder = Recorder(model, numbers)
     inputs, targets = ids[None, :-1], ids[None, 1:]
 
     def record(f, arguments):
@@ -311,20 +285,20 @@ def look(path, prompt, tokenizer=""):
 
     with watching(architecture, record):
         loss, forward = model.forward(inputs, targets), len(calls)
+    losses = model.acts.losses[0].tolist()
     guesses, embedded = guesses_after_layers(model, calls), calls[0][1]["out"]
     depends = gradient_times_input(model, architecture, T, embedded)
     with watching(architecture, record):
         model.backward()
     optimizer = vars(sys.modules[type(model.optimizer).__module__])
-    updates = {f for name, f in optimizer.items() if name in ("adamw_update", "muon_update")}
+    functions = {f for f, _ in calls} | {f for name, f in optimizer.items() if name in ("adamw_update", "muon_update")}
     source = {f.__name__: dict(text=inspect.getsource(f), line=inspect.getsourcelines(f)[1],
-                               file=os.path.basename(inspect.getsourcefile(f)))
-              for f in updates | {f for f, _ in calls}}
+                               file=os.path.basename(inspect.getsourcefile(f))) for f in functions}
     words = [opened.tokenizer.decode([id]) for id in range(config.V)]
     return dict(
-        path=path, title=architecture.TITLE, model=config.describe(), loss=loss, ids=ids.tolist(), V=config.V,
+        path=path, title=architecture.TITLE, model=config.describe(), loss=loss, losses=losses, ids=ids.tolist(),
         L=config.L, NH=config.NH, calls=recorder.calls, forward=forward, gradients=recorder.gradients, source=source,
-        tensors=recorder.described(numbers), guesses=guesses, depends=numbers.add(depends), vocabulary=words,
+        tensors=recorder.tensors, guesses=guesses, depends=numbers.add(depends), vocabulary=words,
         update=update(model, path, architecture.Settings(), numbers), film=film(path, inputs, targets, numbers),
     ), numbers, recorder
 
@@ -335,8 +309,9 @@ def write_page(path, data, numbers):
     for name in ("page.html", "page.css", "formulas.js", "page.js"):
         with open(os.path.join(FOLDER, name), encoding="utf-8") as f:
             page = page.replace(f"{{{name}}}", f.read())
+    data["singles"] = sum(map(len, numbers.singles))
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    page = page.replace("{numbers}", base64.b64encode(b"".join(numbers.pieces)).decode()).replace("{data}", text)
+    page = page.replace("{numbers}", numbers.text()).replace("{data}", text)
     with replacing(path) as f:
         f.write(page.encode())
 

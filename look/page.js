@@ -1,7 +1,6 @@
-"use strict";
 // What one sees. The address says what is shown: #mode/tensor/index.
 
-// ---- pictures -------------------------------------------------------------------------------------------------------
+// ---- pictures: { rows, columns, number(row, column), low, high, full } ----------------------------------------------
 
 const isDark = () => (document.documentElement.style.colorScheme
   || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
@@ -9,20 +8,25 @@ const isDark = () => (document.documentElement.style.colorScheme
 function palette() {  // 511 colors, orange for negative to blue for positive: the color-blind tell them apart, too
   const [low, middle, high] = isDark() ? [[255, 150, 60], [32, 34, 40], [110, 185, 255]]
     : [[179, 88, 6], [250, 249, 246], [5, 80, 160]];
-  return Array.from({ length: 511 }, (_, i) => middle.map((m, channel) =>
-    Math.round(m + ((i < 255 ? low : high)[channel] - m) * Math.abs(i - 255) / 255)));
+  const ends = [low, high].map(end => end.map((x, channel) => x - middle[channel]));
+  return list(511, i => middle.map((x, channel) => x + ends[+(i > 255)][channel] * Math.abs(i - 255) / 255));
 }
 let colors = palette();
 
-function span(numbers) {  // [lowest, highest, the size that has the full color: one number of 200 is larger]
-  const finite = Array.from(numbers).filter(isFinite), sizes = [];
-  for (let i = 0; i < finite.length; i += Math.ceil(finite.length / 4096)) sizes.push(Math.abs(finite[i]));
-  const [low, high] = finite.reduce(([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
-  return [low, high, sizes.sort((a, b) => a - b)[Math.floor(sizes.length * .995)] || Math.max(-low, high) || 1];
+function span(numbers) {  // full: the size that has the full color; one number of 200 is larger
+  const sizes = [], every = Math.ceil(numbers.length / 4096);
+  let low = Infinity, high = -Infinity;
+  for (let i = 0; i < numbers.length; i++) {
+    if (!isFinite(numbers[i])) continue;
+    low = Math.min(low, numbers[i]);
+    high = Math.max(high, numbers[i]);
+    if (i % every === 0) sizes.push(Math.abs(numbers[i]));
+  }
+  return { low, high, full: sizes.sort((a, b) => a - b)[Math.floor(sizes.length * .995)] || Math.max(-low, high) || 1 };
 }
 
-// number(row, column) of rows x columns, in at most height x width pixels: the largest of each pixel's.
-function draw(canvas, rows, columns, number, full, width = columns, height = rows) {
+// A pixel has the largest of its numbers.
+function draw({ rows, columns, number, full }, width = columns, height = rows, canvas = make("canvas")) {
   const w = canvas.width = Math.min(columns, width), h = canvas.height = Math.min(rows, height);
   const context = canvas.getContext("2d"), image = context.createImageData(w, h);
   for (let y = 0; y < h; y++) for (let x = 0; x < w; x++) {
@@ -39,18 +43,24 @@ function draw(canvas, rows, columns, number, full, width = columns, height = row
   return canvas;
 }
 
-// A tensor on the screen: tokens across, channels down; a weight as it is; one head's attention.
-function layout({ shape: s, isWeight }, head = 0) {
-  if (s.length === 3) return { rows: s[1], columns: s[2], at: (r, c) => [head, r, c], cell: ([, r, c]) => [r, c] };
-  if (s.length === 1) return { rows: 1, columns: s[0], at: (r, c) => [c], cell: ([c]) => [0, c] };
-  return isWeight ? { rows: s[0], columns: s[1], at: (r, c) => [r, c], cell: index => index }
-    : { rows: s[1], columns: s[0], at: (r, c) => [c, r], cell: ([c, r]) => [r, c] };
+// Of a tensor: tokens across, channels down; a weight as it is; one head's attention, or all side by side.
+function pictureOf(tensor, head) {  // at(row, column) is the index of a number, cell(index) where it is
+  const [I, J = 1, K] = tensor.shape, x = tensor.data, limits = span(x);
+  if (K && head === undefined)
+    return { rows: J, columns: I * K, number: (r, c) => x[(Math.floor(c / K) * J + r) * K + c % K], ...limits };
+  const [rows, columns, at, cell] = K ? [J, K, (r, c) => [head, r, c], ([, r, c]) => [r, c]]
+    : J === 1 ? [1, I, (r, c) => [c], ([c]) => [0, c]]
+      : tensor.isWeight ? [I, J, (r, c) => [r, c], index => index] : [J, I, (r, c) => [c, r], ([c, r]) => [r, c]];
+  const [start, below, right] = [[0, 0], [1, 0], [0, 1]].map(([r, c]) => tensor.flat(...at(r, c)));
+  return { rows, columns, number: (r, c) => x[start + r * (below - start) + c * (right - start)], at, cell, ...limits };
 }
 
-function moves(key) {  // the optimizer's: the largest of each block of a weight
-  const { at, values } = data.update.tensors[key], { shape } = newest[key], moved = floats(values[0], at.length);
-  const columns = shape.length === 1 ? shape[0] : Math.min(shape[1], 32), rows = at.length / columns;
-  return { at, columns, rows, moved, number: (r, c) => moved[r * columns + c], full: span(moved)[2] };
+function moves(key) {  // the optimizer's, of the rows and columns that move most; index: of the k-th weight
+  const { at, values, rate } = data.update.tensors[key], [columns, rows] = [at.at(-1).length, at[1] ? at[0].length : 1];
+  const [moved, m, v] = values.map(where => stored(where, rows * columns)), number = (r, c) => moved[r * columns + c];
+  const cell = ([k]) => [Math.floor(k / columns), k % columns];
+  const index = k => at.map((indices, axis) => indices[at[1] ? cell([k])[axis] : k]);
+  return { rows, columns, number, at: (r, c) => [r * columns + c], cell, index, moved, m, v, rate, ...span(moved) };
 }
 
 function make(tag, fields = {}, ...children) {
@@ -64,37 +74,38 @@ const cells = (tag, ...all) => make("tr", {}, ...all.map(x => x.tagName === "TD"
 const scroll = (...rows) => make("div", { className: "scroll" }, make("table", {}, ...rows));
 const link = (tensor, index, text = `${tensor.title}[${index.join(", ")}]${ofLayer(tensor.layer)}`) =>
   make("a", { href: tensor.href(index), textContent: text });
-
-const each = inputs.map(id => [word(id), 1]);  // labels: words, and how many rows or columns each is for
-const labels = (list, className, side, size) => make("div", { className }, ...list.map(([textContent, n]) =>
+const tokens = inputs.map(id => [word(id), 1]);  // labels: words, and how many rows or columns each is for
+const labels = (all, className, side, size) => make("div", { className }, ...all.map(([textContent, n]) =>
   make("span", { textContent, className: textContent.length > 1 ? "word" : "",
     style: `${side}:${n * size}px;font-size:${Math.min(11, n * size)}px` })));
-function labelsOf({ shape, isWeight, name }) {  // across and down
+function bandsOf({ name, shape }) {  // of a tensor's channels: down
   const Q = newest["atty|0"].shape[1], K = (shape[1] - Q) / 2;
-  return isWeight ? [] : [each, shape.length === 3 ? each : name === "qkv" ? [["query", Q], ["key", K], ["value", K]] : []];
+  return name === "qkv" ? [["query", Q], ["key", K], ["value", K]] : shape.length === 3 ? tokens : [];
 }
 
 // Click its cells.
-function bigPicture(rows, columns, number, full, [row, column], choose, label, [above = [], left = []], low = -full) {
+function bigPicture(picture, [row, column], choose, ariaLabel, above = [], beside = []) {
+  const { rows, columns, low, full } = picture, least = low < 0 ? -full : 0;
   const wide = Math.max(200, Math.min(560, innerWidth - 110)) / columns, up = Math.max(.45, Math.min(28, 460 / rows));
   const across = wide > 2 ? Math.min(28, Math.floor(wide)) : wide;
-  const canvas = draw(make("canvas", { role: "img", ariaLabel: label }), rows, columns, number, full);
+  const canvas = Object.assign(draw(picture), { role: "img", ariaLabel });
   canvas.style = `width:${columns * across}px;height:${rows * up}px`;
   canvas.onclick = ({ offsetX: x, offsetY: y }) =>
     choose(Math.min(rows - 1, Math.floor(y / up)), Math.min(columns - 1, Math.floor(x / across)));
-  const scale = draw(make("canvas", { className: "legend" }), 1, 256, (r, c) => low + (full - low) * c / 255, full);
+  const legend = draw({ rows: 1, columns: 256, number: (r, c) => least + (full - least) * c / 255, full });
+  legend.className = "legend";
   const chosen = make("i", { style: `left:${column * across - 2}px;top:${row * up - 2}px;width:${
     Math.max(across, 2) + 4}px;height:${Math.max(up, 2) + 4}px` });
-  return make("div", {}, make("div", { className: "big" }, labels(above, "across", "width", across),
-    labels(left, "down", "height", up), make("div", {}, canvas, chosen)),
-    make("p", {}, `colors: ${say(low)}`, scale, `${say(full)}, and beyond`));
+  return make("div", {}, make("div", { className: "big" },
+    labels(above, "across", "width", across), labels(beside, "down", "height", up), make("div", {}, canvas, chosen)),
+  make("p", {}, `colors: ${say(least)}`, legend, `${say(full)}, and beyond`));
 }
 
 function headGrid(number, choose, chosen) {  // all attention maps: a row a layer
-  return make("div", {}, ...Array.from({ length: data.L }, (_, l) => make("div", { className: "heads" },
-    words("span", `Layer ${l + 1}`), ...Array.from({ length: data.NH }, (_, h) => make("button", { className: "tile",
-      onclick: () => choose(l, h), ariaCurrent: chosen === `${l},${h}` },
-    draw(make("canvas"), T, T, (r, c) => number(l, h, r, c), 1), `head ${h + 1}`)))));
+  return make("div", {}, ...list(data.L, l => make("div", { className: "heads" }, words("span", `Layer ${l + 1}`),
+    ...list(data.NH, h => make("button", { className: "tile", onclick: () => choose(l, h),
+      ariaCurrent: chosen === `${l},${h}` },
+    draw({ rows: T, columns: T, number: (r, c) => number(l, h, r, c), full: 1 }), `head ${h + 1}`)))));
 }
 
 // ---- the page -------------------------------------------------------------------------------------------------------
@@ -114,60 +125,48 @@ const WHAT = {  // each tensor of the trainers
   residual3: "the residual stream after this layer", lnf: "the residual stream after the last layer, normalized",
   logits: "a number for each token of the vocabulary: the higher, the likelier it is next",
   probs: "the logits' softmax: probabilities", losses: "−log of the probability of the token that came next",
-  cos: "cosines of RoPE's angles", sin: "sines of RoPE's angles",
-  dlosses: "each position's share of the mean loss: 1 / T",
+  cos: "cosines of RoPE's angles", sin: "sines of RoPE's angles", dlosses: "its share of the mean loss: 1 / T",
 };
 const whatIs = ({ name }) => WHAT[name] ?? WHAT[name.replace(/.*_/, "_")] ?? "a weight";
-const WORDS = {
-  tensor: "an array of numbers", softmax: "exp of each number, divided by their sum",
-  "residual stream": "the numbers that each position carries up through the layers; attention and MLP add to them",
-  head: "one of several attentions side by side, each with channels of its own",
-  "query, key, value": "what a head makes of each position: a query asks, each key says how well it fits, the values of"
-    + " those that fit are added up",
-  MLP: "two matmuls with a bend (GELU or SwiGLU) between them, at each position for itself",
-  gradient: "how much the loss would change, for a change of 1 in a number", AdamW: "the rule that moves the weights",
-};
 const ofLayer = l => l === "" ? "" : ` of layer ${l + 1}`;
 const go = (mode, key = "", index = []) => { location.hash = `${mode}/${key}/${index.join(",")}`; };
-let state = {};  // mode; key, tensor and index, if one is shown; given: the address's index
+const showOnPhone = id => innerWidth <= 800 && $(id).scrollIntoView();
+let state = {};  // mode; key, tensor, picture and index, if one is shown; given: the address's index
 
 function read() {  // the address -> state; what is wrong in it is ignored
   const [mode, key, index, number] = decodeURIComponent(location.hash.slice(1)).split("/");
   state = { mode: mode in MODES ? mode : "forward", key, given: (index || "").split(",").filter(Boolean).map(Number) };
   const tensor = state.tensor = tensors[number] ?? (state.mode === "backward" ? gradients : newest)[key];
-  if (!tensor) return void (state.key = "");
-  const sizes = state.mode === "update" ? [data.update.tensors[key]?.at.length ?? 0] : tensor.shape;
+  const isUpdate = state.mode === "update";
+  if (!tensor || isUpdate && !tensor.isWeight) return void (state.key = "");
+  const sizes = isUpdate ? [moves(key).moved.length] : tensor.shape;
   const last = tensor.isWeight ? -1 : tensor.shape.length === 3 ? 1 : 0;  // at first, the last position is chosen
   state.index = sizes.map((n, axis) =>
     Math.max(0, Math.min(n - 1, Math.floor(state.given[axis] ?? (axis === last ? n : 0)))) || 0);
+  state.picture = isUpdate ? moves(key) : pictureOf(tensor, state.index[0]);
 }
 
 function tile(key, mode) {
-  const tensor = newest[key], shown = mode === "backward" ? gradients[key] : tensor;
+  const tensor = newest[key], shown = mode === "backward" ? gradients[key] : tensor, isUpdate = mode === "update";
+  const [I, J = 1, K] = shown.shape, limits = K && !isUpdate ? [I * K, J] : [104, 56];
+  const [columns, rows] = isUpdate ? [32, J > 1 ? 32 : 1] : K ? [208, 56] : tensor.isWeight && J > 1 ? [J, I] : [I, J];
   const canvas = make("canvas"), range = words("small", "…");
+  const width = Math.max(48, Math.min(columns, K ? 208 : 104)), height = Math.max(6, Math.min(rows, 56));
+  canvas.style = `width:${width}px;height:${height}px`;
   const button = make("button", { className: tensor.isWeight ? "tile weight" : "tile", data: { key },
-    title: `${whatIs(tensor)}${ofLayer(tensor.layer)}`, onclick: () => {
-      go(mode, key);
-      if (innerWidth <= 800) $("detail").scrollIntoView();  // there it is above the map
-    } },
+    title: whatIs(tensor) + ofLayer(tensor.layer), onclick: () => { go(mode, key); showOnPhone("detail"); } },
   canvas, (mode === "backward" ? "d" : "") + tensor.name, words("small", tensor.shape.join(" × ")), range);
-  const [NH, R, C] = shown.shape, m = mode === "update" && moves(key), { at, ...own } = layout(shown);
-  const [rows, columns] = m ? [m.rows, m.columns] : C ? [R, NH * C] : [own.rows, own.columns];  // C: all heads
-  const width = Math.max(48, Math.min(columns, C ? 208 : 104)), height = Math.max(6, Math.min(rows, 56));
-  canvas.style = `width:${width}px;height:${height}px`;  // before it is painted, so that nothing moves then
-  button.paint = () => {
-    const ofHeads = (r, c) => shown.num(Math.floor(c / C), r, c % C), ofOne = (r, c) => shown.num(...at(r, c));
-    const number = m ? m.number : C ? ofHeads : ofOne;
-    const [low, high, full] = span(m ? m.moved : shown.data);
-    draw(canvas, rows, columns, number, full, C && !m ? columns : 104, C && !m ? rows : 56);
-    range.textContent = `${say(low)} … ${say(high)}`;
+  button.paint = () => {  // when it is first seen; its size stands before, so that nothing moves then
+    const picture = isUpdate ? moves(key) : pictureOf(shown);
+    draw(picture, ...limits, canvas);
+    range.textContent = `${say(picture.low)} … ${say(picture.high)}`;
   };
   seen.observe(button);
   return button;
 }
 const seen = new IntersectionObserver(entries => entries.filter(x => x.isIntersecting).forEach(({ target }) => {
   seen.unobserve(target);
-  target.paint();
+  setTimeout(target.paint);  // after the page is on the screen
 }), { rootMargin: "300px" });
 
 function drawMap() {  // the calls of the forward pass, a box a layer, the last on top
@@ -177,8 +176,8 @@ function drawMap() {  // the calls of the forward pass, a box a layer, the last 
     if (groups.at(-1)?.layer !== layer) groups.push({ layer, boxes: [] });
     const shown = [...outs, ...Object.values(c.ins).filter(x => x.isWeight)].filter(x =>
       mode === "backward" ? gradients[x.key] : mode === "forward" || x.isWeight);
-    if (!shown.length) continue;
-    groups.at(-1).boxes.push(make("div", { className: "call" }, words("span", c.f.replace("_forward", "")),
+    if (shown.length) groups.at(-1).boxes.push(make("div", { className: "call" },
+      words("span", c.f.replace("_forward", "")),
       make("div", { className: "tiles" }, ...shown.map(x => tile(x.key, mode)))));
   }
   $("map").className = mode;
@@ -187,92 +186,61 @@ function drawMap() {  // the calls of the forward pass, a box a layer, the last 
     make("div", { className: "calls" }, ...boxes))));
 }
 
-function termsOf({ rows }) {  // a sum's, the largest first
-  const sorted = rows.toSorted((a, b) => Math.abs(b.product) - Math.abs(a.product)), rest = sorted.slice(12);
-  const several = rows[0].values.length > 1, sum = say(rest.reduce((total, row) => total + row.product, 0));
-  return scroll(...sorted.slice(0, 12).map(row => cells("td", row.label,
-    ...row.values.flatMap((x, i) => [...(i ? ["×"] : []), link(x.tensor, x.index, say(x.value))]),
-    ...(several ? [`= ${say(row.product)}`] : []))),
-  ...(rest.length ? [cells("td", `${rest.length} smaller`, ...(several ? ["", "", "", `= ${sum}`] : [sum]))] : []));
+function termsOf(rows) {  // a sum's, the largest first
+  const product = ([a, b]) => a.value * (b ? b.value : 1), total = rows.reduce((sum, row) => sum + product(row), 0);
+  const shown = rows.toSorted((a, b) => Math.abs(product(b)) - Math.abs(product(a))).slice(0, 12);
+  const rest = total - shown.reduce((sum, row) => sum + product(row), 0);
+  const linked = x => link(x.tensor, x.index, say(x.value));
+  return scroll(...shown.map(row => cells("td", row[0].label, linked(row[0]),
+    ...(row[1] ? ["×", linked(row[1]), `= ${say(product(row))}`] : []))),
+  ...(rows.length > 12 ? [cells("td", `${rows.length - 12} smaller`, ...(rows[0][1] ? ["", "", ""] : []),
+    `= ${say(rest)}`)] : []));
 }
 
-function howMade(e, stored) {
+function howMade(e) {  // and its function's source; the line that computes the number is marked
+  const { text, line, file } = data.source[e.f], lines = text.trimEnd().split("\n").map(code => `${code}\n`);
+  const marked = lines.findIndex(code => e.mark.split("|").some(x => code.includes(x)));
   return [make("div", { className: "made" }, words("h3", "How it is made"), ...e.parts.flatMap(part => [
-    make("p", {}, part.tensor ? link(part.tensor, part.index) : part.words,
-      ...("value" in part ? [part.rows ? ": the sum is " : " = ", words("b", say(part.value))] : [])),
-    ...(part.rows?.length ? [termsOf(part)] : [])]),
-  make("p", {}, "Result ", make("output", { id: "value", textContent: say(e.value) }),
-    ` (by NumPy, rounded to 16 bits: ${say(stored)})`)), ...source(e)];
-}
-
-function source({ f, mark }) {  // of a layer's function; the line that computes the number is marked
-  const { text, line, file } = data.source[f], lines = text.trimEnd().split("\n").map(code => `${code}\n`);
-  const marked = lines.findIndex(code => mark.split("|").some(x => code.includes(x)));
-  return [words("h3", `${f}, ${file}:${line}`),
-    make("pre", { tabIndex: 0 }, ...lines.map((code, i) => i === marked ? words("mark", code) : code))];
-}
-
-function axes({ shape, isWeight, name }) {
-  if (shape.length === 3) return ["head", "position", "looks at"];
-  if (!isWeight) return ["position", /^(logits|probs)$/.test(name) ? "token" : "channel"].slice(0, shape.length);
-  const first = /^(wte|lm_head)$/.test(name) ? "token" : name === "wpe" ? "position" : "";
-  return shape.length === 1 ? ["channel"] : first ? [first, "channel"] : ["output", "input"];
-}
-
-function inWords(axis, i) {
-  if (axis === "token") return `token “${word(i)}”`;
-  if (axis === "head") return `head ${i + 1}`;
-  return /position|looks at/.test(axis) && i < T ? `${axis} ${position(i)}` : `${axis} ${i}`;
+    make("p", {}, part.tensor ? link(part.tensor, part.index) : part.words, part.rows ? ": the sum is " : " = ",
+      words("b", say(part.value))), ...(part.rows ? [termsOf(part.rows)] : [])]),
+  make("p", {}, "Result ", make("output", { id: "value", textContent: say(e.value) }))),
+  words("h3", `${e.f}, ${file}:${line}`),
+  make("pre", { tabIndex: 0 }, ...lines.map((code, i) => i === marked ? words("mark", code) : code))];
 }
 
 function drawDetail() {
-  const { mode, key, index, tensor } = state;
+  const { mode, key, index, tensor, picture } = state;
   if (!key) return mode === "update" ? mostMoved() : introduction();
-  if (mode === "update") return tensor.isWeight ? drawMove() : mostMoved();
-  const [low, high, full] = span(tensor.data), names = axes(tensor), what = whatIs(tensor);
-  const { rows, columns, at, cell } = layout(tensor, index[0]), e = explain(tensor, index);
-  const readers = calls.filter(c => Object.values(c.ins).includes(tensor)).flatMap(c => Object.values(c.outs));
-  return [words("h2", tensor.title + ofLayer(tensor.layer)),
-    words("p", tensor.kind === "gradient" ? `How the loss changes with ${tensor.name}: ${what}.` : `It is ${what}.`),
-    words("p", `${tensor.shape.join(" × ")} numbers, ${say(low)} … ${say(high)}`),
-    bigPicture(rows, columns, (r, c) => tensor.num(...at(r, c)), full, cell(index),
-      (r, c) => go(mode, key, at(r, c)), `${tensor.title}: ${what}`, labelsOf(tensor), low < 0 ? -full : 0),
-    make("p", { className: "index" }, ...index.map((i, axis) => make("label", {}, `${names[axis]} `,
-      make("input", { type: "number", value: i, min: 0, max: tensor.shape[axis] - 1,
-        onchange: event => go(mode, key, index.with(axis, +event.target.value)) })))),
-    make("p", {}, `${tensor.title}[${index.join(", ")}], ${
-      index.map((i, axis) => inWords(names[axis], i)).join(", ")}: `, words("output", say(tensor.num(...index)))),
-    ...(e ? howMade(e, tensor.num(...index)) : [words("p", tensor.isWeight
-      ? "Training made this weight. Backward has its gradient, Update how it moves." : "It is given.")]),
-    make("p", {}, readers.length ? "It goes into " : "", ...readers.flatMap((x, i) =>
-      [i ? ", " : "", link(x, x.shape.map(() => 0), x.title + ofLayer(x.layer))]))];
-}
-
-function drawMove() {
-  const { key, index: [k] } = state, { at, rows, columns, number, full, moved } = moves(key), e = explainMove(key, k);
-  const weight = newest[key];
-  return [words("h2", `${data.update.optimizer} moves ${weight.name}${ofLayer(weight.layer)}`),
-    words("p", `Of ${weight.shape.join(" × ")} weights, the one in each block that moves most. All moves together have`
-      + ` length ${say(data.update.tensors[key].total)}.`),
-    bigPicture(rows, columns, number, full, [Math.floor(k / columns), k % columns],
-      (r, c) => go("update", key, [r * columns + c]), "how far the weights move", []),
-    make("p", {}, `Weight ${at[k]} moves by `, words("output", say(moved[k]))),
-    ...howMade(e, e.moved)];
+  const isUpdate = mode === "update", what = whatIs(tensor), number = picture.number(...picture.cell(index));
+  const [at, e] = isUpdate ? [picture.index(index[0]), explainMove(key, index[0])] : [index, explain(tensor, index)];
+  return [words("h2", (isUpdate ? `${data.update.optimizer} moves ` : "") + tensor.title + ofLayer(tensor.layer)),
+    words("p", isUpdate ? "The rows and columns with the largest moves." : tensor.isGradient
+      ? `How the loss changes with ${tensor.name}: ${what}.` : `It is ${what}.`),
+    words("p", `${tensor.shape.join(" × ")} numbers, ${say(picture.low)} … ${say(picture.high)}`),
+    bigPicture(picture, picture.cell(index), (r, c) => go(mode, key, picture.at(r, c)), `${tensor.title}: ${what}`,
+      ...(tensor.isWeight ? [] : [tokens, bandsOf(tensor)])),
+    ...(isUpdate ? [] : [make("p", { className: "index" }, ...index.map((i, axis) => make("label", {},
+      `${tensor.axes[axis]} `, make("input", { type: "number", value: i, min: 0, max: tensor.shape[axis] - 1,
+        onchange: event => go(mode, key, index.with(axis, +event.target.value)) }))))]),
+    make("p", {}, `${tensor.title}[${at.join(", ")}], ${at.map((i, axis) => tensor.inWords(axis, i)).join(", ")}: `,
+      words("output", say(number))),
+    ...(e ? howMade(e) : [words("p", tensor.isWeight ? "Training made this weight." : "It is given.")])];
 }
 
 function mostMoved() {
-  const most = Object.keys(data.update.tensors).map(key => {
-    const { moved } = moves(key), k = moved.reduce((best, x, i) => Math.abs(x) > Math.abs(moved[best]) ? i : best, 0);
-    return { key, k, move: moved[k] };
-  }).sort((a, b) => Math.abs(b.move) - Math.abs(a.move)).slice(0, 10);
-  return [words("h2", `Update: how far ${data.update.optimizer} moves each weight`),
-    words("p", `If the model were trained on this prompt next: step ${data.update.step}, learning rate ${
-      data.update.learning_rate}.`),
-    words("h3", "The weights that move most"), scroll(...most.map(({ key, k, move }) => cells("td",
-      make("a", { href: `#update/${key}/${k}`, textContent: newest[key].name + ofLayer(newest[key].layer) }),
-      say(move)))),
+  const { optimizer, step, learning_rate: rate, embeddings, tensors: all } = data.update;
+  const most = Object.keys(all).map(key => {
+    const { moved, index } = moves(key), k = moved.reduce((k, x, i) => Math.abs(x) > Math.abs(moved[k]) ? i : k, 0);
+    return { move: moved[k], href: `#update/${key}/${k}`,
+      textContent: `${newest[key].name}[${index(k).join(", ")}]${ofLayer(newest[key].layer)}` };
+  }).sort((a, b) => Math.abs(b.move) - Math.abs(a.move)).slice(0, 12);
+  return [words("h2", `Update: how far ${optimizer} moves each weight`),
+    words("p", `If the model were trained on this prompt next: step ${step}, learning rate ${rate}. Of each`
+      + " matrix, a tile has the rows and columns with the largest moves. Click a number to see how it is made."),
+    words("h3", "The weights that move most, one of each tensor"),
+    scroll(...most.map(({ move, ...fields }) => cells("td", make("a", fields), say(move)))),
     words("h3", "The tokens whose embeddings move most"),
-    scroll(...data.update.embeddings.map(([id, length]) => cells("td", `“${word(id)}”`, say(length))))];
+    scroll(...embeddings.map(([id, length]) => cells("td", `“${word(id)}”`, say(length))))];
 }
 
 function introduction() {
@@ -280,14 +248,13 @@ function introduction() {
     : "Forward: from tokens to a loss"),
   words("p", "Each tile is a tensor: tokens across, channels down; dashed: a weight. The step goes up, from the"
     + " embedding at the bottom to the loss on top. Click a tile, then one of its numbers, to see how it is made, and"
-    + " the line of the trainer that makes it. Arrow keys move, Escape goes up. In the prompt, blue was expected."),
-  make("details", {}, words("summary", "Words"), make("dl", {}, ...Object.entries(WORDS).flatMap(([word, meaning]) =>
-    [words("dt", word), words("dd", meaning)]))),
+    + " the line of the trainer that makes it. Arrow keys move, Escape goes up, / finds a tensor. In the prompt,"
+    + " blue was expected."),
   words("p", `The loss is ${say(data.loss)}, the mean over the positions:`),
-  scroll(cells("th", "after", "came", "probability", "loss", "best guess"), ...inputs.map((_, t) => {
-    const [id, p] = data.guesses.at(-1)[t][0], losses = newest["losses|"];
-    return cells("td", position(t), `“${word(targets[t])}”`, say(newest["probs|"].num(t, targets[t])),
-      link(losses, [t], say(losses.num(t))), `“${word(id)}” ${say(p)}`);
+  scroll(cells("th", "after", "came", "probability", "loss", "best guess"), ...data.losses.map((loss, t) => {
+    const [id, p] = data.guesses.at(-1)[t][0];
+    return cells("td", position(t), `“${word(targets[t])}”`, say(Math.exp(-loss)),
+      link(newest["losses|"], [t], say(loss)), `“${word(id)}” ${say(p)}`);
   }))];
 }
 
@@ -295,16 +262,13 @@ function drawAttention() {
   const [l, h, t] = state.key ? [state.tensor.layer, ...state.index] : [0, 0, T - 1], att = newest[`att|${l}`];
   const looks = inputs.map((_, x) => [x, att.num(h, t, x)]).sort((a, b) => b[1] - a[1]).slice(0, 8);
   state.position = t;
-  const choose = (l, h) => {
-    go("attention", `att|${l}`, [h, t, 0]);
-    if (innerWidth <= 800) $("one").scrollIntoView();
-  };
+  const choose = (l, h) => { go("attention", `att|${l}`, [h, t, 0]); showOnPhone("one"); };
   return [make("div", {}, words("h2", "Where each head looks"),
     words("p", "A row is a position, the first on top; its columns are the positions up to it. Full color: 1."),
     headGrid((l, h, r, c) => newest[`att|${l}`].num(h, r, c), choose, `${l},${h}`)),
   make("div", { id: "one" }, words("h2", `Layer ${l + 1}, head ${h + 1}`),
-    bigPicture(T, T, (r, c) => att.num(h, r, c), 1, [t, looks[0][0]], r => go("attention", `att|${l}`, [h, r, 0]),
-      `attention of layer ${l + 1}, head ${h + 1}`, labelsOf(att), 0),
+    bigPicture({ ...pictureOf(att, h), full: 1 }, [t, looks[0][0]], r => go("attention", `att|${l}`, [h, r, 0]),
+      `attention of layer ${l + 1}, head ${h + 1}`, tokens, tokens),
     words("p", `From position ${position(t)} it looks at (the prompt above chooses another position):`),
     scroll(...looks.map(([x, p]) => cells("td", position(x), link(att, [h, t, x], say(p))))))];
 }
@@ -315,14 +279,14 @@ const guess = ([id, p], target) => make("td", { className: id === target ? "gues
 
 function drawGuesses() {
   const t = state.position = Math.max(0, Math.min(T - 1, state.given[0] || 0));
-  const depends = floats(data.depends, T * T).subarray(t * T, t * T + t + 1);
+  const depends = stored(data.depends, T * T).subarray(t * T, t * T + t + 1);
   return [make("div", {}, words("h2", "The best guess after each layer"),
     words("p", "The residual stream after each layer, read as if it were the last. Underlined: the token that came."),
     scroll(cells("th", "after", ...data.guesses.map((_, l) => l ? `layer ${l}` : "embedding"), "came"),
       ...inputs.map((_, t) => cells("td", make("a", { href: `#guesses//${t}`, textContent: position(t) }),
         ...data.guesses.map(layer => guess(layer[t][0], targets[t])), `“${word(targets[t])}”`)))),
   make("div", {}, words("h2", `After ${position(t)} came “${word(targets[t])}”`),
-    words("p", `Loss ${say(newest["losses|"].num(t))}. The five best guesses:`),
+    words("p", `Loss ${say(data.losses[t])}. The five best guesses:`),
     scroll(...data.guesses.at(-1)[t].map(([id, p]) => cells("td", `“${word(id)}”`, say(p)))),
     words("p", "How much that loss depends on each token: the gradient with respect to its embedding, times the"
       + " embedding. Positive: more of it would raise the loss."),
@@ -334,15 +298,16 @@ function drawTraining() {
   const frames = data.film, n = Math.max(0, Math.min(frames.length - 1, state.given[0] ?? frames.length - 1));
   if (!frames.length) return [make("div", {}, words("h2", "Training, as a film"), words("p",
     "It needs a run with several checkpoints: train with -n 100 -o runs/mine, then look at runs/mine."))];
-  const frame = frames[n], att = floats(frame.att, data.L * data.NH * T * T);
+  const frame = frames[n], att = stored(frame.att, data.L * data.NH * T * T, T);
   const slider = make("input", { type: "range", id: "frame", min: 0, max: frames.length - 1, value: n,
     ariaLabel: "checkpoint" });
   slider.oninput = () => { history.replaceState(0, "", `#training//${slider.value}`); show(); $("frame").focus(); };
   return [make("div", {}, words("h2", `The prompt at step ${frame.step}: loss ${say(frame.loss)}`), slider,
-    scroll(cells("th", "step", ...frames.map(f => `${f.step}`)), cells("td", "loss", ...frames.map(f => say(f.loss)))),
-    words("p", "It is the loss of this prompt alone, which may rise while that of the training text falls."),
-    words("h3", "Size (root mean square) of the residual stream"),
-    scroll(...frame.norms.map((x, l) => cells("td", l ? `after layer ${l}` : "embedding", say(x)))),
+    scroll(cells("th", "step", ...frames.map(f => `${f.step}`)), cells("td", "loss", ...frames.map(f => say(f.loss))),
+      cells("th", "size"), ...frame.norms.map((_, l) =>
+        cells("td", l ? `after layer ${l}` : "embedding", ...frames.map(f => say(f.norms[l]))))),
+    words("p", "It is the loss of this prompt alone, which may rise while that of the training text falls. Size is the"
+      + " residual stream's root mean square."),
     headGrid((l, h, r, c) => att[((l * data.NH + h) * T + r) * T + c], () => {})),
   make("div", {}, scroll(cells("th", "after", "came", "loss", "guesses"), ...inputs.map((_, t) => cells("td",
     position(t), `“${word(targets[t])}”`, say(frame.losses[t]),
@@ -350,14 +315,13 @@ function drawTraining() {
 }
 
 function drawPrompt() {  // the likelier a token's successor was, the bluer
-  const { mode, key, index, tensor } = state, losses = newest["losses|"];
-  const choose = t => mode === "attention" ? go(mode, key || "att|0", key ? [index[0], t, 0] : [0, t, 0])
-    : key && mode !== "update" && !tensor.isWeight ? go(mode, key, index.with(index.length === 3 ? 1 : 0, t))
-      : go("guesses", "", [t]);
+  const { mode, key, index } = state;
+  const choose = t => mode === "attention" ? go(mode, key || "att|0", [index?.[0] ?? 0, t, 0])
+    : go("guesses", "", [t]);
   $("prompt").replaceChildren(...inputs.map((id, t) => make("li", {}, make("button", {
-    textContent: word(id), title: `position ${t}; then “${word(targets[t])}” came, loss ${say(losses.num(t))}`,
+    textContent: word(id), title: `position ${t}; then “${word(targets[t])}” came, loss ${say(data.losses[t])}`,
     ariaCurrent: t === state.position, onclick: () => choose(t),
-    style: shade(Math.exp(-losses.num(t)), 60, "var(--card)") }))));
+    style: shade(Math.exp(-data.losses[t]), 60, "var(--card)") }))));
 }
 
 const MODES = { forward: drawDetail, backward: drawDetail, update: drawDetail, attention: drawAttention,
@@ -375,26 +339,33 @@ function show() {
   drawPrompt();
 }
 
-function find({ target }) {  // "qkv 2", "dqkv of layer 2": a name and a layer, from 1; without one, the first
-  const [, name = "", l] = /(\w+)\D*(\d*)$/.exec(target.value.trim().replace(/ +of layer +/, " ")) ?? [];
-  const keys = [name, name.slice(1)].flatMap(x => [`${x}|${l ? l - 1 : ""}`, `${x}|0`]);
-  const key = keys.find(x => newest[x]);
-  target.setCustomValidity(key ? "" : "no such tensor");
-  if (target.reportValidity()) go(keys.indexOf(key) > 1 || state.mode === "backward" ? "backward" : "forward", key);
-}
-
 const ARROWS = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
 
 function press(event) {
-  const { mode, key, index, tensor } = state, arrow = ARROWS[event.key];
+  const { mode, key, index, picture } = state, arrow = ARROWS[event.key];
   if (event.target.tagName === "INPUT") return;
   if (event.key === "/") $("find").focus();
   else if (event.key === "Escape") go(mode);
-  else if (arrow && key && mode !== "update") {
-    const { rows, columns, at, cell } = layout(tensor, index[0]), [r, c] = cell(index);
-    go(mode, key, at(Math.max(0, Math.min(rows - 1, r + arrow[0])), Math.max(0, Math.min(columns - 1, c + arrow[1]))));
+  else if (arrow && key) {
+    const [r, c] = picture.cell(index).map((i, axis) => i + arrow[axis]);
+    if (r >= 0 && c >= 0 && r < picture.rows && c < picture.columns) go(mode, key, picture.at(r, c));
   } else return;
   event.preventDefault();
+}
+
+const named = new Map([newest, gradients].flatMap((all, i) => Object.keys(all).map(key => {  // "qkv 2", "dqkv 2"
+  const [name, l] = key.split("|");
+  return [(i ? "d" : "") + name + (l && ` ${+l + 1}`), [i ? "backward" : "forward", key]];
+})));
+
+function find({ target }) {
+  const text = target.value.trim(), found = named.get(text) ?? named.get(`${text} 1`);
+  target.setCustomValidity(found ? "" : "no such tensor");
+  if (!target.reportValidity()) return;
+  target.value = "";
+  target.blur();
+  go(...found);
+  showOnPhone("detail");
 }
 
 function changeTheme() {
@@ -407,10 +378,9 @@ function changeTheme() {
 $("summary").textContent = `${data.path}: ${data.title}, ${data.model}. ${T} tokens, loss ${say(data.loss)}`;
 $("modes").append(...Object.keys(MODES).map(mode =>
   make("button", { textContent: mode, data: { mode }, onclick: () => go(mode) })));
-$("names").append(...Object.values(newest).map(x =>
-  make("option", { value: x.layer === "" ? x.name : `${x.name} ${x.layer + 1}` })));
+$("names").append(...Array.from(named.keys(), value => make("option", { value })));
 $("find").onchange = find;
 $("theme").onclick = changeTheme;
 addEventListener("hashchange", show);
 addEventListener("keydown", press);
-show();
+unpack().then(show);
