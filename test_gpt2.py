@@ -738,7 +738,7 @@ def judge_state_losses(run, expected, tolerance):
 
 def judge_debug_state(yardstick, state):
     """Return whether the debug state agrees with a float32 run; print a row for each tensor that does not. PyTorch's
-    errors are larger, most of all with a real model's outliers; those of a bfloat16 copy are ten thousand times ours."""
+    errors are larger, most with a real model's outliers; those of a bfloat16 copy are ten thousand times ours."""
     rows = {"logits": state.logits, **{f"d{name}": getattr(state.grads, name) for name in state.grads.table}}
     errors = {place: error_of(at(rows, place), at(yardstick.exact, place))[0] for place in yardstick.places
               if place[0] != "losses"}
