@@ -217,6 +217,10 @@ EXACT = 12, (2.0, -1.5, 0.5)  # steps, coefficients: singular values go to 1
 FAST = 5, (3.4445, -4.7750, 2.0315)  # to 0.7 .. 1.2, in less time: for updates of few tokens
 
 
+def newton_schulz_of(settings):
+    return EXACT if settings.update_tokens >= 2**17 else FAST
+
+
 def orthogonalize(matrix, steps, coefficients):
     """(rows, columns) -> nearly U V^T of U S V^T: all directions become equally long. Each Newton-Schulz step turns a
     singular value s, at first at most 1, into a s + b s^3 + c s^5, and keeps U and V."""
@@ -256,7 +260,7 @@ class Muon:
 
     def update(self, params, grads, settings, learning_rate, step, grad_scale=1.0):
         """One step; `step` counts from 1."""
-        newton_schulz = EXACT if settings.update_tokens >= 2**17 else FAST
+        newton_schulz = newton_schulz_of(settings)
         for name, row in params.table.items():
             param, m, v, grad = (getattr(source, name) for source in (params, self.m, self.v, grads))
             if name in self.MATRICES:

@@ -31,7 +31,7 @@ from train_gpt2_cuda import (GPT2, AdamW, CudaSettings, Normed, attention_backwa
                              decode_attention, decode_embed, decode_fc, decode_layernorm, decode_project, decode_qkv,
                              encoder_backward, encoder_forward, main, matmul_gelu_backward_inp, matmul_gelu_forward)
 from train_llama3_cuda import residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward
-from train_speedrun import (CAP, EPS, EXACT, FAST, SCALE, SIZES, MuonSettings, SpeedrunSettings, parameter_table,
+from train_speedrun import (CAP, EPS, SCALE, SIZES, MuonSettings, SpeedrunSettings, newton_schulz_of, parameter_table,
                             random_model, rope_table)
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class Muon(AdamW):
         flat, (first, rest) = self.chunks["flat"], (CHUNKS.itemsize * end for end in self.ends[:2])
         self.groups["rest"] = self.groups["all"][first:rest]
         self.cublaslt = matmul.cublaslt or CublasLt(self.device, settings.precision, matmul.stream_workspace)
-        self.newton_schulz = EXACT if settings.update_tokens >= 2**17 else FAST
+        self.newton_schulz = newton_schulz_of(settings)
         self.of_stacks = []  # (stack, its chunks, the number of its first element in this share)
         for stack in self.stacks(shares.table):
             of_stack = (flat >= stack.begin) & (flat < stack.begin + stack.count * stack.size)
