@@ -31,6 +31,20 @@ LLMC_LLAMA_TEST = dict(learning_rate=1e-5, beta1=0.9, beta2=0.95, eps=1e-8, weig
 # the model. Language Models are Unsupervised Multitask Learners, Radford et al. 2019. The names are Hugging Face's.
 
 
+class Reference(nn.Module):
+    """A model: token ids (B, T), and targets or None -> logits (B, T, V), mean loss or None."""
+
+    cross_entropy = staticmethod(F.cross_entropy)
+
+    def with_loss(self, logits, targets):
+        return logits, None if targets is None else self.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def precise_cross_entropy(logits, targets):
+    """In float64: PyTorch's float32 sum over 49152 tokens, on a CPU, has ten times the error of all else."""
+    return F.cross_entropy(logits.double(), targets).float()
+
+
 class Attention(nn.Module):
     """Causal self-attention, (B, T, C) -> (B, T, C)."""
 
@@ -78,8 +92,9 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class ReferenceGPT2(nn.Module):
-    """GPT-2 for PyTorch's autograd; with `flash`, attention is F.scaled_dot_product_attention."""
+class ReferenceGPT2(Reference):
+    """GPT-2 for PyTorch's autograd; with `flash`, attention is F.scaled_dot_product_attention. Without targets, logits
+    are the last position's (B, 1, V)."""
 
     def __init__(self, config, flash=False):
         super().__init__()
@@ -90,15 +105,11 @@ class ReferenceGPT2(nn.Module):
         self.ln_f = nn.LayerNorm(config.C)
 
     def forward(self, inputs, targets=None):
-        """inputs (B, T) -> (logits (B, T, V), mean loss); without targets -> (the last position's (B, 1, V), None)."""
         x = self.wte(inputs) + self.wpe(torch.arange(inputs.shape[1], device=inputs.device))
         for block in self.h:
             x = block(x)
         x = self.ln_f(x if targets is not None else x[:, -1:])
-        logits = F.linear(x, self.wte.weight)  # the classifier is tied to the embedding
-        if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+        return self.with_loss(F.linear(x, self.wte.weight), targets)  # the classifier is tied to the embedding
 
 
 class RMSNorm(nn.Module):
@@ -162,9 +173,7 @@ class LlamaBlock(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class ReferenceLlama(nn.Module):
-    """Token ids (B, T), and targets or None -> logits (B, T, V), mean loss or None."""
-
+class ReferenceLlama(Reference):
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -182,15 +191,11 @@ class ReferenceLlama(nn.Module):
         x = self.model.embed_tokens(tokens)
         for block in self.model.layers:
             x = block(x)
-        logits = F.linear(self.model.norm(x), self.head())
-        if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return self.with_loss(F.linear(self.model.norm(x), self.head()), targets)
 
 
-class ReferenceSpeedrun(nn.Module):
-    """train_speedrun.py's model, with the names of its tensors: token ids (B, T), and targets or None -> logits (B, T,
-    V), mean loss or None."""
+class ReferenceSpeedrun(Reference):
+    """train_speedrun.py's model, with the names of its tensors."""
 
     def __init__(self, config):
         super().__init__()
@@ -214,10 +219,7 @@ class ReferenceSpeedrun(nn.Module):
             y = F.relu(F.linear(norm(x, [config.C], self.ln2w[l]), self.fcw[l], self.fcb[l])).square()
             x = x + F.linear(y, self.fcprojw[l], self.fcprojb[l])
         logits = F.linear(norm(x, [config.C], self.lnfw), self.lm_head, self.lm_headb)
-        logits = CAP * logits * torch.rsqrt(logits.square() + CAP**2)
-        if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return self.with_loss(CAP * logits * torch.rsqrt(logits.square() + CAP**2), targets)
 
 
 def half_rotations(config, T, like, rounded=lambda x: x):
@@ -397,6 +399,7 @@ def run_inference(model, x, y, iterations, autocast):
 def make_debug_state(config, params, x, y, iterations, report=None):
     """Train in float32 on the CPU, on one batch, for the parity test; returns (DebugState, trained model)."""
     model, state, settings = to_reference(config, params), {}, settings_of(config)
+    model.cross_entropy = precise_cross_entropy
 
     def capture(logits, loss):
         state.update(logits=logits.detach().numpy(), loss=loss.item(), grads=collect_gradients(config, model))

@@ -39,9 +39,9 @@ def drawn(rng, config, table, B, T):
     return config, params, *rng.integers(0, config.V, (2, B, T), dtype=np.int32), std
 
 
-def draw(seed, HS_multiple=None, page=GPT2):
+def draw(seed, HS_multiple=4, page=GPT2):
     """Draw a GPT-2, or a speed run's GPT, and a batch: what `drawn` returns."""
-    rng, HS_multiple = np.random.default_rng(seed), HS_multiple or 4
+    rng = np.random.default_rng(seed)
     while True:
         HS, NH, L = HS_multiple * int(rng.integers(1, 17)), int(rng.integers(1, 9)), int(rng.integers(1, 13))
         B, T, V = int(rng.integers(1, 8)), int(2 ** rng.uniform(0, 7.5)), int(50 * 2 ** rng.uniform(0, 5))
