@@ -17,7 +17,7 @@ import fake_gpus
 import train_gpt2
 import train_speedrun
 from conftest import SMALL_HEADS, Array, optimizer_of, random_params, remove_after
-from fake_gpus import end_ranks, fork_ranks
+from fake_gpus import end_ranks, fork_ranks, wait_for
 from llmc.checkpoint import Progress, owned_by_one, rank_path, read_optimizer_state, write_model, write_optimizer_state
 from llmc.files import OPTIMIZER_MAGIC, make_header
 from llmc.errors import UserError
@@ -264,6 +264,15 @@ def test_gpus_and_ctrl_c(heads):
 def test_an_error_is_one_line(start, size, flags, words):
     statuses, _, err = end_ranks(start(size, *flags))
     assert statuses == [1] * size and words in err and err.count("\n") == 1
+
+
+def test_lost_data_stops_all_at_one_step(start):
+    ranks = start(2, *MANY, "-n", 0)
+    wait_for("\nstep", ranks)
+    os.unlink("data/tiny_shakespeare_train.bin")
+    statuses, _, err = end_ranks(ranks)
+    assert statuses == [1, 1] and err.count("train.bin: no such file") == 1 and "Traceback" not in err
+    assert len(os.listdir("run")) == len(["model", "state", "state", "DONE", "main.log", "main.csv", "tokenizer.bin"])
 
 
 def test_a_checkpoint_that_one_rank_cannot_write(workplace, start, name="state_00000002_00001.bin"):
