@@ -296,13 +296,13 @@ def attention_forward(device, out, lse, inp, B, T, NH, NKV, HS):
     launch_attention(device, "attention_forward", (out, lse, inp), (inp,), out, B, T, NH)
 
 
-def attention_backward(device, dinp, D, partials, dout, inp, out, lse, rope, B, T, NH, NKV, HS):
+def attention_backward(device, dinp, D, partials, dout, inp, out, lse, rope, rstd, B, T, NH, NKV, HS):
     """dinp (B,T,Q+2K) =, or a Quantized; partials (B * tiles, Q+2K) =, for column_sums: of dinp; D (B,NH,T): scratch;
     dout, out (B,T,Q). rope (T,HS/2,2): the angles by which queries and keys were rotated, and their gradients are
-    rotated back. partials, rope: or None."""
-    launch_attention(device, "attention_backward_dquery", (dinp, D, partials, dout, inp, out, lse, rope),
+    rotated back; rstd (B,T,NH+NKV): of their norms, before that. partials, rope, rstd: or None."""
+    launch_attention(device, "attention_backward_dquery", (dinp, D, partials, dout, inp, out, lse, rope, rstd),
                      (inp, dout, out), dinp, B, T, NH)
-    launch_attention(device, "attention_backward_dkv", (dinp, partials, dout, inp, lse, D, rope), (inp, dout),
+    launch_attention(device, "attention_backward_dkv", (dinp, partials, dout, inp, lse, D, rope, rstd), (inp, dout),
                      dinp, B, T, NKV)
 
 
@@ -736,7 +736,7 @@ class GPT2:
             linear("attproj", l).backward_inp(dbranch, dresidual)
             device.wait(dqkv_read)
             attention_backward(device, a.dqkv, acts.D, a.attention_partials, dbranch, a.qkv, a.atty, a.lse, None,
-                               B, T, NH, NH, C // NH)
+                               None, B, T, NH, NH, C // NH)
             jobs.append((a.attention_partials, (g.qkvb,)))
             if "ln1" in recomputed:
                 layernorm_forward(device, a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)

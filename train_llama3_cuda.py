@@ -302,7 +302,7 @@ class Llama3(GPT2):
             linear("attproj", l).backward_inp(acts.datty, dresidual)
             device.wait(dqkv_read)
             attention_backward(device, a.dqkv, acts.D, None, acts.datty, a.qkv, a.atty, a.lse, acts.rope,
-                               B, T, config.NH, config.NKV, config.HS)
+                               None, B, T, config.NH, config.NKV, config.HS)
             if "ln1" in recomputed:
                 rmsnorm_forward(device, a.ln1, a.ln1_rstd, residual, p.ln1w, eps, B, T, C)
             dqkv_read = weight_gradient("qkv", l, a.dqkv, a.ln1)

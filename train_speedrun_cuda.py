@@ -3,8 +3,8 @@ The speed run on a GPU: its GPT and Muon, by our CUDA kernels and cuBLASLt.
 
 The chapters are train_speedrun.py's; what architectures do alike is on GPT-2's and Llama 3's pages: read
 these pages first. Squared ReLU takes GELU's place in its kernels, and so is in the matmuls' epilogues on Hopper;
-the cap is in the classifier; QK-norm and the rotation are one pass after the qkv matmul, and one after attention's
-gradient. Muon works on all matrices of a name at once, in bfloat16 or float32.
+the cap is in the classifier; QK-norm and the rotation are one pass after the qkv matmul, their gradients the end of
+attention's. Muon works on all matrices of a name at once, in bfloat16 or float32.
 
     python train_speedrun_cuda.py -e s12 -i "data/fineweb_train_*.bin" -b 64 -d 524288 -x 3250 -o runs/speedrun
 """
@@ -22,14 +22,14 @@ import train_gpt2_cuda
 import train_speedrun
 from llmc.errors import run_main
 from llmc.gpu.cublaslt import CublasLt
-from llmc.gpu.geometry import BLOCK_THREADS, ENCODER_PIECE, MATMUL_ROWS, ROW_GROUPS, WARP, blocks, pack
-from llmc.gpu.matmul import Quantized
+from llmc.gpu.geometry import BLOCK_THREADS, MATMUL_ROWS, ROW_GROUPS, WARP, blocks, pack
 from llmc.gpu.shares import CHUNKS
 from llmc.settings import with_default
 from llmc.tensors import Row
 from train_gpt2_cuda import (GPT2, AdamW, CudaSettings, Normed, attention_backward, attention_forward, column_sums,
                              decode_attention, decode_embed, decode_fc, decode_layernorm, decode_project, decode_qkv,
-                             encoder_backward, encoder_forward, main, matmul_gelu_backward_inp, matmul_gelu_forward)
+                             encoder_backward, encoder_forward, main, matmul_gelu_backward_inp, matmul_gelu_forward,
+                             partial_rows)
 from train_llama3_cuda import residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward
 from train_speedrun import (CAP, EPS, SCALE, SIZES, MuonSettings, SpeedrunSettings, newton_schulz_of, parameter_table,
                             random_model, rope_table)
@@ -83,8 +83,7 @@ def activation_table(config, B, T, precision, recompute):
 def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
     """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
     L, NH, C, dtype = config.L, config.NH, config.C, precision.dtype
-    norm_rows = min(geometry.LAYERNORM_BLOCKS * sm_count, blocks(B * T, geometry.LAYERNORM_ROWS))
-    tiles = blocks(B * T, MATMUL_ROWS)
+    rows = partial_rows(B, T, sm_count, geometry)
     recomputed = {name: Row((B, T, 4 * C if name == "fch_relu2" else C), dtype) for name in RECOMPUTED[recompute]}
     return {
         "forward": {"branch": Row((B, T, C), dtype), **recomputed},
@@ -95,13 +94,13 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
             "D": Row((B, NH, T)),  # within attention_backward
             **recomputed,
             # partial sums over rows, until column_sums adds them up
-            "lnf_partials": Row((norm_rows, 2 * C)),
-            "relu2_partials": Row((L, tiles, 4 * C), stacked=True),
-            "ln2_partials": Row((L, norm_rows, 2 * C), stacked=True),
-            "qknorm_partials": Row((L, tiles, 3 * C), stacked=True),
-            "ln1_partials": Row((L, norm_rows, 2 * C), stacked=True),
-            "ln0_partials": Row((norm_rows, 2 * C)),
-            "wte_partials": Row((blocks(2 * B * T, ENCODER_PIECE), C)),  # within encoder_backward
+            "lnf_partials": Row((rows.layernorm, 2 * C)),
+            "relu2_partials": Row((L, rows.gelu, 4 * C), stacked=True),
+            "ln2_partials": Row((L, rows.layernorm, 2 * C), stacked=True),
+            "attention_partials": Row((L, rows.attention, 3 * C), stacked=True),
+            "ln1_partials": Row((L, rows.layernorm, 2 * C), stacked=True),
+            "ln0_partials": Row((rows.layernorm, 2 * C)),
+            "wte_partials": Row((rows.wte, C)),  # within encoder_backward
         },
     }
 
@@ -113,7 +112,7 @@ def gradient_table(config, B, T, precision):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# layers, under the names of train_speedrun.py; qknorm_* rotate, too
+# layers, under the names of train_speedrun.py
 
 
 def qknorm_forward(device, qkv, rstd, rope, B, T, NH, HS):
@@ -121,17 +120,6 @@ def qknorm_forward(device, qkv, rstd, rope, B, T, NH, HS):
     cosines and sines."""
     grid = (blocks(B * T * 2 * NH * HS, BLOCK_THREADS * pack(qkv)),)
     device.launch("qknorm_forward", grid, (BLOCK_THREADS,), qkv, rstd, rope, SCALE * math.sqrt(HS), EPS, B * T, T)
-
-
-def qknorm_backward(device, dinp, partials, dqkv, qkv, rstd, rope, B, T, NH, HS):
-    """dinp (B,T,3C) = the gradient of what qknorm_forward read, from dqkv, that of what it wrote; partials (blocks, 3C)
-    =, for column_sums: of dinp. dinp may be dqkv itself or, in FP8, a Quantized."""
-    name, outs = "qknorm_backward", (dinp,)
-    if isinstance(dinp, Quantized):
-        name, outs = "qknorm_backward_fp8", (dinp.plain, *dinp.noted)
-    grid = blocks(dqkv.shape[-1], WARP * pack(dqkv)), partials.shape[0]
-    device.launch(name, grid, (WARP, ROW_GROUPS), *outs, partials, dqkv, qkv, rstd, rope, SCALE * math.sqrt(HS), B * T,
-                  T)
 
 
 def logits_bias_backward(device, partials, dlogits, factor, N):
@@ -377,9 +365,9 @@ class Speedrun(GPT2):
             dresidual_read = weight_gradient("attproj", l, dresidual, a.atty)
             linear("attproj", l).backward_inp(dbranch, dresidual)
             device.wait(dqkv_read)
-            attention_backward(device, acts.dqkv, acts.D, None, dbranch, a.qkv, a.atty, a.lse, None, B, T, NH, NH, HS)
-            qknorm_backward(device, a.dqkv, a.qknorm_partials, acts.dqkv, a.qkv, a.qk_rstd, acts.rope, B, T, NH, HS)
-            jobs.append((a.qknorm_partials, (g.qkvb,)))
+            attention_backward(device, a.dqkv, acts.D, a.attention_partials, dbranch, a.qkv, a.atty, a.lse, acts.rope,
+                               a.qk_rstd, B, T, NH, NH, HS)
+            jobs.append((a.attention_partials, (g.qkvb,)))
             if "ln1" in recomputed:
                 rmsnorm_forward(device, a.ln1, a.ln1_rstd, residual, p.ln1w, EPS, B, T, C)
             dqkv_read = weight_gradient("qkv", l, a.dqkv, a.ln1)

@@ -11,8 +11,9 @@
 // key and value head h / (NH / NKV); dkey and dvalue sum over the query heads of their group, in order. out, dout
 // (B,T,Q). lse, D (B,NH,T) float32.
 // rope (T,HS/2): if not null, the queries and keys in inp have been rotated (rope.cuh), and their gradients are rotated
-// back. partials (B * (T / 64 rounded up), QKV) float32: if not null, the column sums of dinp over every 64 rows, for
-// the bias gradient.
+// back. rstd (B,T,NH+NKV): with MODEL_QK_SCALE, they have been normalized before (qknorm.cu has the formulas).
+// partials (B * (T / 64 rounded up), QKV) float32: if not null, the column sums of dinp over every 64 rows, for the bias
+// gradient.
 //
 // For every GPU, in float32, TF32 and bfloat16. On Hopper in bfloat16, heads of 64 and 128 use hopper/attention.cu
 // instead.
@@ -63,6 +64,31 @@ __device__ inline void copy_tile(element* tile, const element* head, int row, in
         copy_async(tile_at(tile, r, c), head + (exists ? int64(row + r) * row_stride + c : 0), exists);
     }
 }
+
+#ifdef MODEL_QK_SCALE
+// The gradient of a warp's 16 rows of one head that have been normalized to those of y: of what they were before. rstd:
+// of this head, at position 0. See qknorm.cu.
+__device__ inline void norm_back(Result& d, const element* y, const float* rstd, float scale, int row, int T) {
+    float products[2] = {};  // of rows g and g + 8
+    const auto y_at = [&](int n, int i) {
+        const int r = min(row + int(threadIdx.x) % 32 / 4 + i / 2 * 8, T - 1);  // rows >= T are 0 in d
+        return to_float(y[int64(r) * QKV + result_column(n, i)]);
+    };
+#pragma unroll
+    for (int j = 0; j < HS / 2; j++) products[j % 4 / 2] += d[j / 4][j % 4] * y_at(j / 4, j % 4);
+    float mean[2], r[2];
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        mean[k] = quad_sum(products[k]) / (HS * scale);
+        r[k] = rstd[min(row + int(threadIdx.x) % 32 / 4 + k * 8, T - 1) * (NH + NKV)];
+    }
+#pragma unroll
+    for (int j = 0; j < HS / 2; j++) {
+        const int k = j % 4 / 2;
+        d[j / 4][j % 4] = r[k] * (scale * d[j / 4][j % 4] - y_at(j / 4, j % 4) * mean[k]);
+    }
+}
+#endif
 
 // Rotate a warp's 16 rows of one head's gradient back, unless rope is null.
 __device__ inline void rotate_back(Result& d, const float2* rope, int row, int T) {
@@ -167,7 +193,7 @@ attention_forward(element* out, float* lse, const element* inp, int T) {
 // of PASSING rows.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 attention_backward_dquery(element* dinp, float* D, float* partials, const element* dout, const element* inp,
-                          const element* out, const float* lse, const float2* rope, int T) {
+                          const element* out, const float* lse, const float2* rope, const float* rstd, int T) {
     extern __shared__ uint4 shared[];
     __shared__ float sums[WARPS][HS];
     constexpr int TILE = PASSING * TILE_STRIDE;
@@ -223,6 +249,9 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
         matmul(dq, s, key);
     }
     __syncthreads();  // tells the compiler that lanes have reconverged after `continue`: else each shuffle branches
+#ifdef MODEL_QK_SCALE
+    norm_back(dq[0], query, rstd + int64(b) * T * (NH + NKV) + h, MODEL_QK_SCALE / scale(), warp_row, T);
+#endif
     rotate_back(dq[0], rope, warp_row, T);
     store_gradient(dinp + int64(b) * T * QKV + h * HS, sums[warp], partials, dq[0], scale(), warp_row, T);
     if (!partials) return;
@@ -235,7 +264,7 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
 // rows, and a float of statistics for each of these rows.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 attention_backward_dkv(element* dinp, float* partials, const element* dout, const element* inp, const float* lse,
-                       const float* D, const float2* rope, int T) {
+                       const float* D, const float2* rope, const float* rstd, int T) {
     extern __shared__ uint4 shared[];
     __shared__ float sums[2][WARPS][HS];
     constexpr int N = DKV_PASSING, TILE = N * TILE_STRIDE;
@@ -306,6 +335,9 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
     }
     element* dkey = dinp + int64(b) * T * QKV + Q + h * HS;
     __syncthreads();  // tells the compiler that lanes have reconverged after `continue`: else each shuffle branches
+#ifdef MODEL_QK_SCALE
+    norm_back(dk[0], query + to_key, rstd + int64(b) * T * (NH + NKV) + NH + h, 1.0f, warp_row, T);
+#endif
     rotate_back(dk[0], rope, warp_row, T);
     store_gradient(dkey, sums[0][warp], partials, dk[0], scale(), warp_row, T);
     store_gradient(dkey + KV, sums[1][warp], partials, dv[0], 1.0f, warp_row, T);

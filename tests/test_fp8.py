@@ -36,7 +36,7 @@ from test_matmul_swiglu import frame_sizes
 
 FP8 = Precision("bfloat16", fp8=True)
 NUMBERS = decode_e4m3(np.arange(256, dtype=np.uint8))
-LAYERS = SimpleNamespace(KERNELS=("matmul", "gelu", "qknorm", "logits_bias"), CONSTANTS={})
+LAYERS = SimpleNamespace(KERNELS=("matmul", "gelu", "logits_bias"), CONSTANTS={})
 GPT2 = train_gpt2.Config(64, 257, 2, 3, 192, 384)
 LLAMA = train_llama3.Config(64, 257, 2, 4, 2, 64, 384, 96, 16)
 SPEEDRUN = train_speedrun.Config(64, 257, 2, 3, 192, 384)
@@ -388,14 +388,14 @@ def test_matmul_gelu_backward(matmul, monkeypatch, M, N, K, sm_count):
     assert_noted(fp8, slot, largest, plain)
 
 
-@pytest.mark.parametrize("sm_count", (None, 2))
+@pytest.mark.parametrize("normed, sm_count", ((False, None), (False, 2), (True, None)))
 @pytest.mark.parametrize("NH, NKV, HS", ((3, 3, 64), (2, 2, 128), (6, 2, 64), (4, 1, 128)))
 @pytest.mark.parametrize("B, T", ((3, 16), (2, 105), (1, 208), (2, 1024)))
-def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, sm_count):
-    """As the bfloat16 kernels', within half of E4M3's step and bfloat16's; column sums to the bit. With RoPE, too, and
-    scales with which numbers saturate."""
+def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, normed, sm_count):
+    """As the bfloat16 kernels', within half of E4M3's step and bfloat16's; column sums to the bit. With RoPE and
+    QK-norm, too, and scales with which numbers saturate."""
     config, sizes, QKV = model(NH, NKV, HS), (B, T, NH, NKV, HS), (NH + 2 * NKV) * HS
-    device = open_once(config, FP8, "native")
+    device = open_once(config, FP8, "native", normed)
     if sm_count:
         monkeypatch.setattr(device, "sm_count", sm_count)
     on_stream(device)
@@ -404,10 +404,11 @@ def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, sm_count):
     out, lse = unwritten(B, T, NH * HS, dtype=dtype), unwritten(B, NH, T)
     cuda.attention_forward(device, out, lse, inp, *sizes)
     angles = on_gpu(np.stack(train_llama3.rope_table(config, T), axis=-1))
+    rstd = on_gpu(random(B, T, NH + NKV, seed=3) ** 2) if normed else None
 
     def backward(dinp, rope):
         D, partials = unwritten(B, NH, T), unwritten(B * blocks(T, 64), QKV)
-        cuda.attention_backward(device, dinp, D, partials, dout, inp, out, lse, rope, *sizes)
+        cuda.attention_backward(device, dinp, D, partials, dout, inp, out, lse, rope, rstd, *sizes)
         return partials.get()
 
     for rope, highest in ((None, 224), (angles, 2000)):
@@ -433,19 +434,8 @@ def check_dqkv(matmul, backward, rounded, highest):
     assert_noted(fp8, slot, largest, numbers)
 
 
-@pytest.mark.parametrize("B, T", ((3, 16), (2, 105), (1, 1)))
-def test_qknorm_backward_and_the_bias_of_logits(matmul, B, T):
-    NH, HS, dtype = GPT2.NH, GPT2.HS, "bfloat16"
-    qkv, dqkv = (on_gpu(random(B, T, 3 * GPT2.C, seed=seed, dtype=dtype), dtype=dtype) for seed in (1, 2))
-    rstd, angles = (on_gpu(random(*shape, seed=3) ** 2) for shape in ((B, T, 2 * NH), (T, HS // 2, 2)))
-
-    def backward(dinp):
-        partials = unwritten(blocks(B * T, 64), 3 * GPT2.C)
-        speedrun_cuda.qknorm_backward(matmul.device, dinp, partials, dqkv, qkv, rstd, angles, B, T, NH, HS)
-        return partials.get()
-
-    for highest in (224, 2000):
-        check_dqkv(matmul, backward, unwritten(B, T, 3 * GPT2.C, dtype=dtype), highest)
+def test_the_gradient_of_the_bias_of_logits(matmul):
+    B, T = 2, 105
     bits = np.random.default_rng(4).integers(0, 256, (B, T, 2 * GPT2.Vp), np.uint8) & 0xBF  # finite
     dlogits, partials = matmul.device.upload(bits).view(np.uint16), unwritten(2, GPT2.Vp)
     speedrun_cuda.logits_bias_backward(matmul.device, partials, dlogits, 0.5, B * T)

@@ -1,6 +1,6 @@
-"""Attention on the GPU, GPT-2's and of grouped queries, with gradients rotated back by RoPE, against train_llama3.py's
-functions in float64, in every precision and on every path; and, with no GPU, that Hopper's kernels compile into
-registers alone.
+"""Attention on the GPU, GPT-2's and of grouped queries, with gradients taken back through RoPE and QK-norm, against the
+CPU pages' functions in float64, in every precision and on every path; and, with no GPU, that Hopper's kernels compile
+into registers alone.
 
 Outputs are NaN before the call, so that an element which is not written fails.
 """
@@ -23,8 +23,11 @@ from test_kernels import (BF16_TWICE, EXACT, PRECISIONS, SUMS, TF32, assert_clos
                           unwritten, wide)
 from test_matmul_swiglu import frame_sizes
 from train_llama3 import Config
+from train_speedrun import qknorm_backward
+from train_speedrun_cuda import Speedrun
 
 LAYER = SimpleNamespace(KERNELS=("attention",), CONSTANTS={})
+NORMED = SimpleNamespace(KERNELS=("attention",), CONSTANTS=Speedrun.CONSTANTS)  # queries and keys are
 HEADS = [(9, 3, 16), (6, 3, 48), (3, 1, 64), (9, 3, 64), (4, 4, 64), (6, 3, 80), (8, 2, 128), (3, 1, 128),
          (4, 4, 128)]  # NH, NKV, HS
 GPT2_HEADS = [(12, 12, 64), (1, 1, 64), (25, 25, 64), (3, 3, 80), (2, 2, 128), (2, 2, 96)]
@@ -38,15 +41,16 @@ def model(NH, NKV, HS):
     return Config(1024, 257, 1, NH, NKV, 64, 264, 96, HS)
 
 
-def attention_file(config, precision, arch):
-    return kernel_files(LAYER, config, precision, arch)["attention"]
+def attention_file(config, precision, arch, normed=False):
+    return kernel_files(NORMED if normed else LAYER, config, precision, arch)["attention"]
 
 
 @functools.cache
-def open_once(config, precision, arch):
+def open_once(config, precision, arch, normed=False):
     """A Device with this model's attention, made once for all tests. arch: as open_gpu's."""
     gpu = open_gpu(arch)
-    return Device(gpu, [attention_file(config, precision, gpu.arch)], launch_geometry(config, precision, gpu.arch))
+    file = attention_file(config, precision, gpu.arch, normed)
+    return Device(gpu, [file], launch_geometry(config, precision, gpu.arch))
 
 
 @pytest.mark.parametrize("precision, kind", (("tf32", "native"), ("tf32", "portable"), ("float32", "native"),
@@ -90,7 +94,7 @@ def test_grouped_attention(gpu, monkeypatch, B, T, NH, NKV, HS, precision, kind)
 
     def backward(rope, rows):
         got, D, partials = unwritten(B, T, QKV, dtype=e), unwritten(B, NH, T), rows and unwritten(rows, QKV)
-        cuda.attention_backward(device, got, D, partials, dout_gpu, inp_gpu, out, lse, rope, *sizes)
+        cuda.attention_backward(device, got, D, partials, dout_gpu, inp_gpu, out, lse, rope, None, *sizes)
         return (got, partials) if rows else (got,)
 
     rows = cuda.partial_rows(B, T, device.sm_count, device.geometry).attention
@@ -108,6 +112,35 @@ def test_grouped_attention(gpu, monkeypatch, B, T, NH, NKV, HS, precision, kind)
     assert_close(tolerance, rotated=(rotated, dinp))
 
 
+@pytest.mark.parametrize("precision, arch", (("tf32", "native"), ("float32", "native"), ("bf16", "native"),
+                                             ("bf16", "sm_80")))
+@pytest.mark.parametrize("B, T, NH, HS", ((3, 63, 3, 64), (2, 130, 4, 128), (1, 600, 2, 128), (2, 97, 3, 48)))
+def test_gradients_of_normalized_queries_and_keys(gpu, B, T, NH, HS, precision, arch):
+    config, numbers, sizes = model(NH, NH, HS), PRECISIONS[precision], (B, T, NH, NH, HS)
+    if numbers.bf16 and not has_bfloat16(gpu.arch):
+        pytest.skip(f"{gpu.arch} has no bfloat16")
+    device, Q, QKV, e = open_once(config, numbers, arch, True), NH * HS, 3 * NH * HS, numbers.dtype
+    on_stream(device)
+    inp, dout = random(B, T, QKV, seed=1, dtype=e), random(B, T, Q, seed=2, dtype=e)
+    tables, rstd = train_llama3.rope_table(config, T), random(B, T, 2 * NH, seed=3) ** 2
+    inp_gpu, dout_gpu = on_gpu(inp, dout, dtype=e)
+    out, lse = unwritten(B, T, Q, dtype=e), unwritten(B, NH, T)
+    cuda.attention_forward(device, out, lse, inp_gpu, *sizes)
+    got, D, partials = unwritten(B, T, QKV, dtype=e), unwritten(B, NH, T), unwritten(B * -(-T // 64), QKV)
+    cuda.attention_backward(device, got, D, partials, dout_gpu, inp_gpu, out, lse,
+                            on_gpu(np.stack(tables, axis=-1)), on_gpu(rstd), *sizes)
+
+    expected, att, datt = np.empty((B, T, Q)), np.empty((B, NH, T, T)), np.empty((B, NH, T, T))
+    train_llama3.attention_forward(expected, att, *wide(inp), *sizes)
+    dinp = np.empty((B, T, QKV))
+    train_llama3.attention_backward(dinp, datt, *wide(dout, inp), att, *sizes)
+    qknorm_backward(dinp, *wide(inp, rstd), B, T, NH, HS)
+    train_llama3.rope_backward(dinp, *wide(*tables), B, T, 2 * NH, HS)
+    assert_close(TOLERANCES[precision], dinp=(got, dinp))
+    allowed = TOLERANCES[precision] * np.abs(dinp).max() * (B * T) ** 0.5
+    assert check_tensor("dbias", partials.get().sum(axis=0, dtype=np.float64), dinp.sum(axis=(0, 1)), allowed)
+
+
 def same_bits_twice(call):
     """What call() returns, arrays; fails if it returns other bits the next time."""
     first, second = call(), call()
@@ -116,10 +149,11 @@ def same_bits_twice(call):
 
 
 @pytest.mark.parametrize("fp8", (True, pytest.param(False, marks=pytest.mark.large)))
-@pytest.mark.parametrize("NH, NKV, HS", ((24, 8, 128), *(
-    pytest.param(*heads, marks=pytest.mark.large) for heads in ((12, 12, 64), (12, 4, 64), (4, 4, 128)))))
-def test_nothing_spills_on_hopper(NH, NKV, HS, fp8):
-    file = attention_file(model(NH, NKV, HS), PRECISIONS["bf16"]._replace(fp8=fp8), "sm_90a")
+@pytest.mark.parametrize("NH, NKV, HS, normed", ((6, 6, 128, True), *(
+    pytest.param(*heads, False, marks=pytest.mark.large) for heads in ((12, 12, 64), (12, 4, 64), (24, 8, 128),
+                                                                       (4, 4, 128)))))
+def test_nothing_spills_on_hopper(NH, NKV, HS, normed, fp8):
+    file = attention_file(model(NH, NKV, HS), PRECISIONS["bf16"]._replace(fp8=fp8), "sm_90a", normed)
     assert file.name == "hopper/attention"
     frames = frame_sizes(compile_file(file, "sm_90a"))
     assert len(frames) >= len(file.kernels) == (5 if fp8 else 3) and not any(frames)

@@ -161,7 +161,8 @@ class AttentionBackward(Attention):
                        a.D, self.T)
 
     def backward(self, device, a):
-        cuda.attention_backward(device, a.dinp, a.D, a.sums, a.dout, a.inp, a.out, a.lse, None, *self.live_sizes())
+        cuda.attention_backward(device, a.dinp, a.D, a.sums, a.dout, a.inp, a.out, a.lse, None, None,
+                                *self.live_sizes())
 
     @rung(32, 64, 128, 256)
     def thread_a_row(self, lab, a, block):

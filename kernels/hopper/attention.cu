@@ -166,6 +166,41 @@ __device__ inline void read_rows(Rows& a, const element* tile) {
     }
 }
 
+constexpr float SCALE = HS == 64 ? 0.125f : 0.08838834764831845f;  // 1 / sqrt(HS)
+constexpr float TO_LOG2 = LOG2E * SCALE;
+
+#ifdef MODEL_QK_SCALE
+// The gradient of a head that has been normalized to y: of what it was before, of the thread's rows `row` and `row` + 8.
+// rstd: of this head, at position 0. See qknorm.cu.
+__device__ inline void norm_back(float (&d)[HS / 2], const Rows& y, const float* rstd, float scale, int row, int T) {
+    float products[2] = {};
+#pragma unroll
+    for (int j = 0; j < HS / 4; j++) {
+        const float2 pair = as_floats(y[j / 4][j % 4]);
+        products[j % 2] += d[2 * j] * pair.x + d[2 * j + 1] * pair.y;
+    }
+    float mean[2], r[2];
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        mean[k] = quad_sum(products[k]) / (HS * scale);
+        r[k] = rstd[min(row + 8 * k, T - 1) * (NH + NKV)];  // rows >= T are not stored
+    }
+#pragma unroll
+    for (int j = 0; j < HS / 4; j++) {
+        const float2 pair = as_floats(y[j / 4][j % 4]);
+        d[2 * j] = r[j % 2] * (scale * d[2 * j] - pair.x * mean[j % 2]);
+        d[2 * j + 1] = r[j % 2] * (scale * d[2 * j + 1] - pair.y * mean[j % 2]);
+    }
+}
+// The same with y in shared memory.
+__device__ inline void norm_back(float (&d)[HS / 2], const element* tile, const float* rstd, float scale, int row,
+                                 int T) {
+    Rows y;
+    read_rows(y, tile);
+    norm_back(d, y, rstd, scale, row, T);
+}
+#endif
+
 // The gradient of a rotated head: the warp's rows `row` and `row` + 8 of it are rotated back, unless rope is null.
 __device__ inline void rotate_back(float (&d)[HS / 2], const float2* rope, int row, int T) {
     if (!rope) return;
@@ -296,9 +331,6 @@ __device__ inline void put_partials(float* partials, const float (&sums)[4][HS],
     const int64 partial = int64(b) * ((T + 63) / 64) + consumer_row / 64;
     partials[partial * QKV + column + c] = sums[0][c] + sums[1][c] + sums[2][c] + sums[3][c];
 }
-
-constexpr float SCALE = HS == 64 ? 0.125f : 0.08838834764831845f;  // 1 / sqrt(HS)
-constexpr float TO_LOG2 = LOG2E * SCALE;
 
 // Named barriers, one for each consumer: SUMS + consumer guards that consumer's `sums`, and is passed twice per item:
 // when all its warps have read the previous item's sums, and when all have written this one's.
@@ -458,8 +490,9 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
 // bytes. dinp: a TensorMap, or Quantized.
 template <class Result>
 __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, float* partials, const float* lse,
-                                                const float2* rope, int T, int B, const TensorMap& inp_map,
-                                                const TensorMap& dout_map, const TensorMap& out_map) {
+                                                const float2* rope, const float* rstd, int T, int B,
+                                                const TensorMap& inp_map, const TensorMap& dout_map,
+                                                const TensorMap& out_map) {
     extern __shared__ float4 shared[];
     __shared__ Ring<1, 32> query_ring;       // guards `queries`, `douts`, `outs` and `lses`
     __shared__ Ring<DQUERY_STAGES> kv_ring;  // guards `tiles`
@@ -581,6 +614,9 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
             for (int i = consumer_count; i < count; i++, n++) kv_ring.skip(n);
 
             // Epilogue: dquery = dQ / sqrt(HS), and its column sums for the gradient of the bias.
+#ifdef MODEL_QK_SCALE
+            norm_back(dq, q, rstd + int64(item.b) * T * (NH + NKV) + item.h, MODEL_QK_SCALE / SCALE, row, T);
+#endif
             rotate_back(dq, rope, row, T);
             store_rows<1>(dinp, staging, dq, SCALE, SCALE, item.h * HS, warp_row, item.b, T);
             if (!partials) continue;
@@ -595,18 +631,18 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dquery(element* dinp, float* D, float* partials, const element* dout, const element* inp,
-                          const element* out, const float* lse, const float2* rope, int T, int B,
+                          const element* out, const float* lse, const float2* rope, const float* rstd, int T, int B,
                           const __grid_constant__ TensorMap inp_map, const __grid_constant__ TensorMap dout_map,
                           const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap dinp_map) {
-    backward_dquery(dinp_map, D, partials, lse, rope, T, B, inp_map, dout_map, out_map);
+    backward_dquery(dinp_map, D, partials, lse, rope, rstd, T, B, inp_map, dout_map, out_map);
 }
 
 // dkey and dvalue. Resident: keys and values; query, dout, lse and D of tiles of queries stream by. Block (384); grid
 // as above. Shared memory: 4 ROWS + DKV_STAGES * 2 * PASSING rows of a head and 1024 bytes. dinp: likewise.
 template <class Result>
 __device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials, const float* lse, const float* D,
-                                             const float2* rope, int T, int B, const TensorMap& inp_map,
-                                             const TensorMap& dout_map) {
+                                             const float2* rope, const float* rstd, int T, int B,
+                                             const TensorMap& inp_map, const TensorMap& dout_map) {
     extern __shared__ float4 shared[];
     __shared__ Ring<1> kv_ring;                  // guards `keys` and `values`
     __shared__ Ring<DKV_STAGES, 32> query_ring;  // guards `tiles` and `statistics`, which is read by ordinary loads
@@ -769,6 +805,9 @@ __device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials
             }
 
             // Epilogue: dkey = dK / sqrt(HS), dvalue = dV, and their column sums for the gradient of the bias.
+#ifdef MODEL_QK_SCALE
+            norm_back(dk, k, rstd + int64(item.b) * T * (NH + NKV) + NH + item.h, 1.0f, row, T);
+#endif
             if (!IN_REGISTERS) kv_ring.release(round);
             const int column = Q + item.h * HS;
             rotate_back(dk, rope, row, T);
@@ -788,28 +827,29 @@ __device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dkv(element* dinp, float* partials, const element* dout, const element* inp, const float* lse,
-                       const float* D, const float2* rope, int T, int B, const __grid_constant__ TensorMap inp_map,
-                       const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap dinp_map) {
-    backward_dkv(dinp_map, partials, lse, D, rope, T, B, inp_map, dout_map);
+                       const float* D, const float2* rope, const float* rstd, int T, int B,
+                       const __grid_constant__ TensorMap inp_map, const __grid_constant__ TensorMap dout_map,
+                       const __grid_constant__ TensorMap dinp_map) {
+    backward_dkv(dinp_map, partials, lse, D, rope, rstd, T, B, inp_map, dout_map);
 }
 
 #if ATTENTION_FP8
 // dinp in 8 bits; scale .. counts: see fp8.cu. Boxes of dinp's map: as in bfloat16.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dquery_fp8(unsigned char* dinp, float* D, float* partials, const element* dout, const element* inp,
-                              const element* out, const float* lse, const float2* rope, const float* scale,
-                              int* largest, int64* counts, int T, int B, const __grid_constant__ TensorMap inp_map,
+                              const element* out, const float* lse, const float2* rope, const float* rstd,
+                              const float* scale, int* largest, int64* counts, int T, int B, const __grid_constant__ TensorMap inp_map,
                               const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap out_map,
                               const __grid_constant__ TensorMap dinp_map) {
-    backward_dquery(Quantized{dinp_map, scale, largest, counts}, D, partials, lse, rope, T, B, inp_map, dout_map,
-                    out_map);
+    backward_dquery(Quantized{dinp_map, scale, largest, counts}, D, partials, lse, rope, rstd, T, B, inp_map,
+                    dout_map, out_map);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dkv_fp8(unsigned char* dinp, float* partials, const element* dout, const element* inp,
-                           const float* lse, const float* D, const float2* rope, const float* scale, int* largest,
-                           int64* counts, int T, int B, const __grid_constant__ TensorMap inp_map,
+                           const float* lse, const float* D, const float2* rope, const float* rstd, const float* scale,
+                           int* largest, int64* counts, int T, int B, const __grid_constant__ TensorMap inp_map,
                            const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap dinp_map) {
-    backward_dkv(Quantized{dinp_map, scale, largest, counts}, partials, lse, D, rope, T, B, inp_map, dout_map);
+    backward_dkv(Quantized{dinp_map, scale, largest, counts}, partials, lse, D, rope, rstd, T, B, inp_map, dout_map);
 }
 #endif

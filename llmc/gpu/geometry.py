@@ -32,7 +32,7 @@ KERNELS = {  # layer -> its kernels
     "layernorm": ("residual_layernorm_forward", "layernorm_backward"),
     "rmsnorm": ("residual_rmsnorm_forward", "rmsnorm_backward"),
     "rope": ("rope_forward",),
-    "qknorm": ("qknorm_forward", "qknorm_backward"),
+    "qknorm": ("qknorm_forward",),
     "attention": ("attention_forward", "attention_backward_dquery", "attention_backward_dkv"),
     "gelu": ("gelu_forward", "gelu_backward"),
     "swiglu": ("swiglu_forward", "swiglu_backward"),
@@ -100,7 +100,7 @@ def kernel_files(architecture, config, precision, arch, matmul="auto"):
         names["attention"] = "hopper/attention"
     if ours:
         names |= {layer: f"hopper/{layer}" for layer in names if layer in OWN_MATMULS}
-    more = {"hopper/attention": ATTENTION_FP8, "qknorm": ("qknorm_backward_fp8",)} if precision.fp8 else {}
+    more = {"hopper/attention": ATTENTION_FP8} if precision.fp8 else {}
     files, geometry = {}, layer_geometry(config, precision, arch)
     constants = model_constants(config, precision) | architecture.CONSTANTS
     for layer, name in names.items():
@@ -132,7 +132,7 @@ def layer_geometry(config, precision, arch):
         "rmsnorm": layernorm_geometry(config, precision, arch),
         "norm_fp8": layernorm_geometry(config, precision, arch) | norm_fp8_geometry(config),
         "rope": {},
-        "qknorm": {"QKNORM_FP8": int(precision.fp8)},
+        "qknorm": {},
         "attention": attention_geometry(config, precision, arch),
         "gelu": {},
         "swiglu": {},
