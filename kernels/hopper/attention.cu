@@ -79,17 +79,42 @@ struct Item {
     int first, h, b;
 };
 
-// Find the block's item number `round`; false if there are no more. Items are numbered in order of decreasing cost: the
-// last queries of all heads, which see the most keys, then the ones before ... or the first keys, which are seen by the
-// most queries. In every other round, the blocks take them in reverse order, which balances their totals.
+// A block's items, one after the other. Heads come in groups, a fourth as many heads as blocks (or more, if they are
+// short; the last group up to twice as many), so that what a head's items share comes from L2. A group's items are in
+// order of decreasing cost: the last queries of its heads, which see the most keys, then the ones before ... or the first
+// keys, which are seen by the most queries. In every other round, the blocks take them in reverse order, which balances
+// their totals; so a group has an even number of rounds.
 template <bool OF_QUERIES>
-__device__ inline bool pick(Item& item, int round, int T, const Divisor& heads) {
-    constexpr int HEADS = OF_QUERIES ? NH : NKV;
-    const int blocks = gridDim.x, w = round * blocks + (round % 2 ? blocks - 1 - int(blockIdx.x) : int(blockIdx.x));
-    const int chunk = heads.quotient(w), head = w - chunk * heads.divisor;
-    item = {(OF_QUERIES ? (T - 1) / ROWS - chunk : chunk) * ROWS, head % HEADS, head / HEADS};
-    return chunk < (T + ROWS - 1) / ROWS;
-}
+struct Items {
+    const int tiles, heads;           // items of a head; heads
+    int first = 0, round = 0, count;  // the group's first head; in the group; its heads
+
+    __device__ Items(int T, int B) : tiles((T + ROWS - 1) / ROWS), heads((OF_QUERIES ? NH : NKV) * B) { size_group(); }
+    __device__ void size_group() {
+        const int left = heads - first, rounds = (tiles + 7) / 8 * 2, size = max(1, rounds * int(gridDim.x) / tiles);
+        count = left < 2 * size ? left : size;
+    }
+
+    // The next item; false if there are no more.
+    __device__ bool next(Item& item) {
+        constexpr int HEADS = OF_QUERIES ? NH : NKV;
+        const int blocks = gridDim.x, block = blockIdx.x;
+        while (true) {
+            if (round * blocks >= count * tiles) {
+                first += count;
+                if (first >= heads) return false;
+                size_group();
+                round = 0;
+            }
+            const int w = round * blocks + (round % 2 ? blocks - 1 - block : block);
+            const int tile = __fdividef(w + 0.5f, count), head = first + w - tile * count;  // exact: w < 2^20
+            round++;
+            if (tile >= tiles) continue;  // the group's last round is not full
+            item = {(OF_QUERIES ? tiles - 1 - tile : tile) * ROWS, head % HEADS, head / HEADS};
+            return true;
+        }
+    }
+};
 
 // How many tiles of KEYS keys the queries before row `end` see, as the producer loads them and consumers count them.
 template <int KEYS>
@@ -144,10 +169,11 @@ __device__ inline void load_stage(Ring<STAGES, LANES>& ring, int n, element* sta
 // first, and tiles of keys and values. n counts on across items, as the rings do.
 template <int KEYS, int STAGES, int LANES, class... Maps>
 __device__ inline void load_queries_and_keys(Ring<1, LANES>& query_ring, element* queries, Ring<STAGES>& kv_ring,
-                                             element* tiles, int T, const Divisor& heads, const TensorMap& inp_map,
+                                             element* tiles, int T, int B, const TensorMap& inp_map,
                                              const Maps&... maps) {
+    Items<true> items(T, B);
     Item item;
-    for (int round = 0, n = 0; pick<true>(item, round, T, heads); round++) {
+    for (int round = 0, n = 0; items.next(item); round++) {
         const int column = item.h * HS, key = Q + item.h / GROUP * HS;
         load_stage<64, CONSUMERS>(query_ring, round, queries, item.first, item.b, Source{inp_map, column},
                                   Source{maps, column}...);
@@ -394,13 +420,13 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
     element* const staging_of_warps = queries + CONSUMERS * RESIDENT;  // out, staged for TMA
     element* const tiles = staging_of_warps + CONSUMERS * RESIDENT;    // per stage: keys, values
     init_rings(query_ring, 1, kv_ring, 1);
-    const Divisor heads(NH * B);
+    Items<true> items(T, B);
     Item item;
 
     // ---- producer warpgroup ----------------------------------------------------------------------------------------
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
-        if (threadIdx.x == 0) load_queries_and_keys<KEYS>(query_ring, queries, kv_ring, tiles, T, heads, inp_map);
+        if (threadIdx.x == 0) load_queries_and_keys<KEYS>(query_ring, queries, kv_ring, tiles, T, B, inp_map);
     // ---- consumer warpgroups, 64 queries each ----------------------------------------------------------------------
     } else {
         take_registers<COMPUTE_REGISTERS>();
@@ -409,7 +435,7 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
         element* const staging = staging_of_warps + (consumer * 4 + warp) * (RESIDENT / 4);
         const auto key_tile = [&](int n) { return tiles + n % FORWARD_STAGES * 2 * KEY_TILE; };
         const auto value_tile = [&](int n) { return key_tile(n) + KEY_TILE; };
-        for (int round = 0, n = 0; pick<true>(item, round, T, heads); round++) {
+        for (int round = 0, n = 0; items.next(item); round++) {
             const int consumer_row = item.first + 64 * consumer, warp_row = consumer_row + 16 * warp;
             const int row = warp_row + g;  // the thread's rows: row, row + 8
             const int count = tiles_of_keys<KEYS>(item.first + ROWS, T);  // the block's, and this consumer's
@@ -504,16 +530,16 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
     element* const staging_of_warps = outs + CONSUMERS * RESIDENT;   // dquery, staged for TMA
     element* const tiles = staging_of_warps + CONSUMERS * RESIDENT;  // per stage: keys, values
     init_rings(query_ring, 1 + 64, kv_ring, 1);
-    const Divisor heads(NH * B);
+    Items<true> items(T, B);
     Item item;
 
     // ---- producer warpgroup: thread 0 issues TMA loads, two warps load lse -----------------------------------------
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
         if (threadIdx.x == 0) {
-            load_queries_and_keys<KEYS>(query_ring, queries, kv_ring, tiles, T, heads, inp_map, dout_map, out_map);
+            load_queries_and_keys<KEYS>(query_ring, queries, kv_ring, tiles, T, B, inp_map, dout_map, out_map);
         } else if (threadIdx.x >= 64) {
-            for (int round = 0; pick<true>(item, round, T, heads); round++) {
+            for (int round = 0; items.next(item); round++) {
                 const int r = threadIdx.x - 64, first = item.first;
                 const float* from = lse + (int64(item.b) * NH + item.h) * T;
                 const float upper = first + r < T ? from[first + r] : 0.0f;
@@ -530,7 +556,7 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
         const int consumer = warpgroup() - 1, warp = threadIdx.x % WARPGROUP / 32;
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         element* const staging = staging_of_warps + (consumer * 4 + warp) * (RESIDENT / 4);
-        for (int round = 0, n = 0; pick<true>(item, round, T, heads); round++) {
+        for (int round = 0, n = 0; items.next(item); round++) {
             const int consumer_row = item.first + 64 * consumer, warp_row = consumer_row + 16 * warp;
             const int row = warp_row + g;  // the thread's rows: row, row + 8
             Rows q, d;
@@ -655,14 +681,14 @@ __device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials
     element* const staging_of_warps = values + CONSUMERS * RESIDENT;     // dkey and dvalue, staged for TMA
     element* const tiles = staging_of_warps + 2 * CONSUMERS * RESIDENT;  // per stage: query, dout
     init_rings(kv_ring, 1, query_ring, 1 + QUERIES);
-    const Divisor heads(NKV * B);
+    Items<false> items(T, B);
     Item item;
 
     // ---- producer warpgroup: thread 0 issues TMA loads, other warps load lse and D ---------------------------------
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
         if (threadIdx.x == 0) {
-            for (int round = 0, n = 0; pick<false>(item, round, T, heads); round++) {
+            for (int round = 0, n = 0; items.next(item); round++) {
                 const int key = Q + item.h * HS;
                 load_stage<64, CONSUMERS>(kv_ring, round, keys, item.first, item.b, Source{inp_map, key},
                                           Source{inp_map, KV + key});
@@ -675,7 +701,7 @@ __device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials
             }
         } else if (threadIdx.x >= WARPGROUP - QUERIES) {
             const int q = threadIdx.x - (WARPGROUP - QUERIES);
-            for (int round = 0, n = 0; pick<false>(item, round, T, heads); round++) {
+            for (int round = 0, n = 0; items.next(item); round++) {
                 for (int h = item.h * GROUP; h < (item.h + 1) * GROUP; h++) {
                     const int64 head = (int64(item.b) * NH + h) * T;
                     for (int start = item.first; start < T; start += QUERIES, n++) {
@@ -696,7 +722,7 @@ __device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials
         const int consumer = warpgroup() - 1, warp = threadIdx.x % WARPGROUP / 32;
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         element* const staging = staging_of_warps + (consumer * 4 + warp) * (RESIDENT / 2);
-        for (int round = 0, n = 0; pick<false>(item, round, T, heads); round++) {
+        for (int round = 0, n = 0; items.next(item); round++) {
             const int consumer_row = item.first + 64 * consumer, warp_row = consumer_row + 16 * warp;
             const int row = warp_row + g;  // the thread's rows: row, row + 8
             const int count = (T - item.first + QUERIES - 1) / QUERIES;  // tiles of queries of a head, from `first` on
