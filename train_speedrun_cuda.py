@@ -287,7 +287,8 @@ class Speedrun(GPT2):
     Settings = SpeedrunCudaSettings
     KERNELS = ("encoder", "rmsnorm", "qknorm", "attention", "gelu", "matmul", "classifier", "logits_bias", "transpose",
                "column_sums", "update", "muon")
-    CONSTANTS = {"MODEL_RELU2": 1, "MODEL_BIASES": 1, "MODEL_CAP": f"{CAP}f", "MODEL_QK_SCALE": f"{SCALE}f"}
+    CONSTANTS = {"MODEL_RELU2": 1, "MODEL_BIASES": 1, "MODEL_CAP": f"{CAP}f", "MODEL_QK_SCALE": f"{SCALE}f",
+                 "MODEL_HALF_ROPE": 1}
     READS, RECOMPUTED, Optimizer = READS, RECOMPUTED, Muon
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
     activation_table, phase_tables = staticmethod(activation_table), staticmethod(phase_tables)

@@ -5,6 +5,12 @@
 
 #include "common.cuh"
 
+#ifdef MODEL_HALF_ROPE
+constexpr int ROTATED_PAIRS = HS / 4;  // of a head; the angles of the others are 0
+#else
+constexpr int ROTATED_PAIRS = HS / 2;
+#endif
+
 // (a, b) rotated by an angle (cos, sin).
 __device__ inline float2 rotated(float a, float b, float2 angle) {
     return {__fmaf_rn(-b, angle.y, __fmul_rn(a, angle.x)), __fmaf_rn(b, angle.x, __fmul_rn(a, angle.y))};

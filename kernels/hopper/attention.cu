@@ -196,34 +196,33 @@ constexpr float SCALE = HS == 64 ? 0.125f : 0.08838834764831845f;  // 1 / sqrt(H
 constexpr float TO_LOG2 = LOG2E * SCALE;
 
 #ifdef MODEL_QK_SCALE
-// The gradient of a head that has been normalized to y: of what it was before, of the thread's rows `row` and `row` + 8.
-// rstd: of this head, at position 0. See qknorm.cu.
-__device__ inline void norm_back(float (&d)[HS / 2], const Rows& y, const float* rstd, float scale, int row, int T) {
+// The gradient of a head that has been normalized to y: of what it was before, in the thread's rows. See qknorm.cu.
+__device__ inline void norm_back(float (&d)[HS / 2], const Rows& y, const float (&rstd)[2], float scale) {
     float products[2] = {};
 #pragma unroll
     for (int j = 0; j < HS / 4; j++) {
         const float2 pair = as_floats(y[j / 4][j % 4]);
         products[j % 2] += d[2 * j] * pair.x + d[2 * j + 1] * pair.y;
     }
-    float mean[2], r[2];
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-        mean[k] = quad_sum(products[k]) / (HS * scale);
-        r[k] = rstd[min(row + 8 * k, T - 1) * (NH + NKV)];  // rows >= T are not stored
-    }
+    const float mean[2] = {quad_sum(products[0]) / (HS * scale), quad_sum(products[1]) / (HS * scale)};
 #pragma unroll
     for (int j = 0; j < HS / 4; j++) {
         const float2 pair = as_floats(y[j / 4][j % 4]);
-        d[2 * j] = r[j % 2] * (scale * d[2 * j] - pair.x * mean[j % 2]);
-        d[2 * j + 1] = r[j % 2] * (scale * d[2 * j + 1] - pair.y * mean[j % 2]);
+        d[2 * j] = rstd[j % 2] * (scale * d[2 * j] - pair.x * mean[j % 2]);
+        d[2 * j + 1] = rstd[j % 2] * (scale * d[2 * j + 1] - pair.y * mean[j % 2]);
     }
 }
 // The same with y in shared memory.
-__device__ inline void norm_back(float (&d)[HS / 2], const element* tile, const float* rstd, float scale, int row,
-                                 int T) {
+__device__ inline void norm_back(float (&d)[HS / 2], const element* tile, const float (&rstd)[2], float scale) {
     Rows y;
     read_rows(y, tile);
-    norm_back(d, y, rstd, scale, row, T);
+    norm_back(d, y, rstd, scale);
+}
+// rstd of the thread's rows `row` and `row` + 8 of a head of batch row b: of queries or, from NH on, keys.
+__device__ inline void load_rstd(float (&of_rows)[2], const float* rstd, int row, int T, int b, int head) {
+    for (int k = 0; k < 2; k++) {
+        of_rows[k] = rstd[(int64(b) * T + min(row + 8 * k, T - 1)) * (NH + NKV) + head];  // rows >= T are not stored
+    }
 }
 #endif
 
@@ -231,7 +230,7 @@ __device__ inline void norm_back(float (&d)[HS / 2], const element* tile, const 
 __device__ inline void rotate_back(float (&d)[HS / 2], const float2* rope, int row, int T) {
     if (!rope) return;
 #pragma unroll
-    for (int k = 0; k < HS / 4; k++) {
+    for (int k = 0; k < ROTATED_PAIRS / 2; k++) {
         const int r = min(row + k % 2 * 8, T - 1);  // rows >= T are not stored
         const float2 x = rotated_back(d[2 * k], d[2 * k + 1], rope[r * (HS / 2) + k / 2 * 4 + threadIdx.x % 4]);
         d[2 * k] = x.x;
@@ -634,6 +633,10 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
             wgmma_fence();
             begin_matmul(dq, ds, tile);
             wgmma_commit();
+#ifdef MODEL_QK_SCALE
+            float rstd_of_rows[2];
+            load_rstd(rstd_of_rows, rstd, row, T, item.b, item.h);
+#endif
             wgmma_wait<0>();
             fence_operand(dq);
             kv_ring.release(n++);
@@ -641,7 +644,7 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
 
             // Epilogue: dquery = dQ / sqrt(HS), and its column sums for the gradient of the bias.
 #ifdef MODEL_QK_SCALE
-            norm_back(dq, q, rstd + int64(item.b) * T * (NH + NKV) + item.h, MODEL_QK_SCALE / SCALE, row, T);
+            norm_back(dq, q, rstd_of_rows, MODEL_QK_SCALE / SCALE);
 #endif
             rotate_back(dq, rope, row, T);
             store_rows<1>(dinp, staging, dq, SCALE, SCALE, item.h * HS, warp_row, item.b, T);
@@ -832,7 +835,9 @@ __device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials
 
             // Epilogue: dkey = dK / sqrt(HS), dvalue = dV, and their column sums for the gradient of the bias.
 #ifdef MODEL_QK_SCALE
-            norm_back(dk, k, rstd + int64(item.b) * T * (NH + NKV) + NH + item.h, 1.0f, row, T);
+            float rstd_of_rows[2];
+            load_rstd(rstd_of_rows, rstd, row, T, item.b, NH + item.h);
+            norm_back(dk, k, rstd_of_rows, 1.0f);
 #endif
             if (!IN_REGISTERS) kv_ring.release(round);
             const int column = Q + item.h * HS;
