@@ -2,9 +2,10 @@
 The speed run on a GPU: its GPT and Muon, by our CUDA kernels and cuBLASLt.
 
 The chapters are train_speedrun.py's; what architectures do alike is on GPT-2's and Llama 3's pages: read
-these pages first. Squared ReLU takes GELU's place in its kernels, and so is in the matmuls' epilogues on Hopper;
-the cap is in the classifier; QK-norm and the rotation are one pass after the qkv matmul, their gradients the end of
-attention's. Muon works on all matrices of a name at once, in bfloat16 or float32.
+these pages first. Squared ReLU takes GELU's place in its kernels, and so is in the matmuls' epilogues on Hopper; its
+slope is twice the root of its result, so that its input is not stored. The cap is in the classifier; QK-norm and the
+rotation are one pass after the qkv matmul, their gradients the end of attention's. Muon works on all matrices of a name
+at once, in bfloat16 or float32.
 
     python train_speedrun_cuda.py -e s12 -i "data/fineweb_train_*.bin" -b 64 -d 524288 -x 3250 -o runs/speedrun
 """
@@ -40,16 +41,15 @@ from train_speedrun import (CAP, EPS, SCALE, SIZES, MuonSettings, SpeedrunSettin
 
 @dataclass
 class SpeedrunCudaSettings(MuonSettings, CudaSettings):
-    recompute: int = with_default(CudaSettings, "recompute", -1, "what the backward pass recomputes to save memory (0:"
-                                  " nothing, 1: squared ReLU, 2: RMSNorms too, -1: nothing in bfloat16, squared ReLU in"
-                                  " float32)")
+    recompute: int = with_default(CudaSettings, "recompute", -1, "what the backward pass recomputes to save memory"
+                                  " (2: RMSNorms; else nothing)")
     FROM_SCRATCH = {**SpeedrunSettings.FROM_SCRATCH, "B": 4}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # layout: the tables of activations
 
-RECOMPUTED = {0: (), 1: ("fch_relu2",), 2: ("fch_relu2", "ln1", "ln2")}  # rows that hold one layer at a time
+RECOMPUTED = {0: (), 1: (), 2: ("ln1", "ln2")}  # rows that hold one layer at a time
 READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_relu2", "logits": "lnf"}  # as GPT-2's
 
 
@@ -70,8 +70,7 @@ def activation_table(config, B, T, precision, recompute):
         "residual2": Row((L, B, T, C), precision.residual, stacked=True),
         "ln2": Row((L, B, T, C), dtype, stacked=True),
         "ln2_rstd": Row((L, B, T), stacked=True),
-        "fch": Row((L, B, T, 4 * C), dtype, stacked=True),
-        "fch_relu2": Row((L, B, T, 4 * C), dtype, stacked=True),
+        "fch_relu2": Row((L, B, T, 4 * C), dtype, stacked=True),  # whose root gives the slope, too; in FP8, fch
         "residual3": Row((L, B, T, C), precision.residual, stacked=True),
         "lnf": Row((B, T, C), dtype),
         "lnf_rstd": Row((B, T)),
@@ -84,7 +83,7 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
     """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
     L, NH, C, dtype = config.L, config.NH, config.C, precision.dtype
     rows = partial_rows(B, T, sm_count, geometry)
-    recomputed = {name: Row((B, T, 4 * C if name == "fch_relu2" else C), dtype) for name in RECOMPUTED[recompute]}
+    recomputed = {name: Row((B, T, C), dtype) for name in RECOMPUTED[recompute]}
     return {
         "forward": {"branch": Row((B, T, C), dtype), **recomputed},
         "classifier": {"logits": Row((B, T, config.Vp), dtype)},  # overwritten with their gradient
@@ -324,7 +323,7 @@ class Speedrun(GPT2):
             attention_forward(device, a.atty, a.lse, a.qkv, B, T, NH, NH, HS)
             linear("attproj", l).forward(branch, a.atty)
             residual_rmsnorm_forward(device, a.residual2, a.ln2, a.ln2_rstd, residual, branch, p.ln2w, EPS, B, T, C)
-            matmul_gelu_forward(device, linear("fc", l), a.fch, a.fch_relu2, a.ln2, B * T, 4 * C)
+            matmul_gelu_forward(device, linear("fc", l), a.fch_relu2, a.fch_relu2, a.ln2, B * T, 4 * C)
             linear("fcproj", l).forward(branch, a.fch_relu2)
             residual, below, addend = a.residual3, a.residual2, branch
         residual_rmsnorm_forward(device, residual, acts.lnf, acts.lnf_rstd, below, addend, params.lnfw, EPS, B, T, C)
@@ -351,9 +350,8 @@ class Speedrun(GPT2):
             fcprojb_below = self.grad_layers[l - 1].fcprojb if l > 0 else None
 
             device.wait(dfch_read)
-            relu2 = a.fch_relu2 if "fch_relu2" in recomputed else None
-            matmul_gelu_backward_inp(device, linear("fcproj", l), a.dfch, a.relu2_partials, relu2, dresidual, a.fch, N,
-                                     4 * C)
+            matmul_gelu_backward_inp(device, linear("fcproj", l), a.dfch, a.relu2_partials, None, dresidual,
+                                     a.fch_relu2, N, 4 * C)
             jobs.append((a.relu2_partials, (g.fcb,)))
             dresidual_read = weight_gradient("fcproj", l, dresidual, a.fch_relu2)
             if "ln2" in recomputed:

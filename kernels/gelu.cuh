@@ -1,6 +1,7 @@
 // GELU and its derivative at one number, for gelu.cu and for matmuls that apply them in their epilogues. The formulas,
 // with u and s, are in gelu.cu. With MODEL_RELU2, it is squared ReLU (So et al. 2021), x * s with s = max(x, 0), whose
-// derivative is 2 s.
+// derivative is 2 s. There, the backward pass reads the result instead of x, and s is its root; in FP8, where the result
+// has too few digits, it reads x.
 
 #pragma once
 
@@ -18,8 +19,19 @@ struct Gate {
 #if MODEL_RELU2
 __device__ inline float begin_gate(float x) { return x < 0.0f ? 0.0f : x; }  // NaN stays
 __device__ inline float end_gate(float s) { return s; }
-__device__ inline Gate gate_of(float s) { return {s, 0.0f}; }
-__device__ inline Gate gate(float x) { return gate_of(begin_gate(x)); }
+#if MATMUL_FP8
+__device__ inline Gate gate(float x) { return {begin_gate(x), 0.0f}; }
+#else
+__device__ inline Gate gate(float result) {
+#if BFLOAT16
+    float s;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(result));
+    return {s, 0.0f};
+#else
+    return {sqrtf(result), 0.0f};
+#endif
+}
+#endif
 #elif BFLOAT16
 // s in two steps, each of them one special function: exp(-2u), then 1 / (1 + that). Where exp overflows, s is 0.
 __device__ inline float begin_gate(float x) {
@@ -37,7 +49,11 @@ __device__ inline Gate gate(float x) {
 }
 #endif
 
+#if MODEL_RELU2
+__device__ inline float gelu(float x) { return __fmul_rn(x, begin_gate(x)); }
+#else
 __device__ inline float gelu(float x) { return __fmul_rn(x, gate(x).s); }
+#endif
 
 // GELU's derivative: s + 2xu' s (1 - s).
 __device__ inline float gelu_derivative(float x, Gate g) {
@@ -48,7 +64,13 @@ __device__ inline float gelu_derivative(float x, Gate g) {
     return fmaf(twice_xu, g.s_slope, g.s);
 }
 
-#if BFLOAT16
+#if MODEL_RELU2
+template <int N>
+__device__ inline void gates(Gate (&g)[N], const float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) g[i] = gate(x[i]);
+}
+#elif BFLOAT16
 // Gates of several numbers. Short of registers, the compiler would compute one after the other, each waiting 50 cycles
 // for the special function unit. It moves nothing across __syncwarp, which keeps the computations interleaved.
 template <int N>

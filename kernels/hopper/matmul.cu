@@ -118,11 +118,13 @@ matmul_forward_gelu(const __grid_constant__ TensorMap out, const __grid_constant
                 element *strip = strips + n % 2 * STRIP, *gelu = gelus + n % 2 * STRIP;
                 strip_ring.wait_full(n);
                 const int2 at = strip_at[n % 2];
+#if !MODEL_RELU2  // whose backward pass does not read out
                 if (leads_warpgroup()) {
                     store_box(&out, strip, at.x, at.y, 0);
                     stores_commit();
                 }
                 __syncwarp();
+#endif
                 gelu_strip(gelu, strip);
                 if (leads_warpgroup()) stores_wait<1>();  // TMA has read gelu of strip n - 1: n + 1 will overwrite it
                 fence_for_async();
