@@ -155,8 +155,8 @@ class Trainer(ForwardPasses):
             grads = received = flat(self.grads)  # received: of all ranks
             if ranks.size > 1:
                 received = self.peers.allocate(self.shares.received_size() * grads.itemsize).view(grads.dtype)
-                messages = zero.Messages(self.peers, self.shares, ranks.rank, flat(self.params), grads, received)
-                self.several = zero.Several(device, ranks, self.peers, self.shares, messages, settings.own_micro_steps)
+                self.several = zero.Several(device, ranks, self.peers, self.shares, settings.own_micro_steps,
+                                            flat(self.params), grads, received)
             self.optimizer = optimizer(matmul, settings, flat(self.params), received, self.shares, ranks.rank)
             self.set_params(params)
             self.model = self.make_model(settings.B, settings.T)
@@ -217,7 +217,7 @@ class Trainer(ForwardPasses):
             if self.fp8:
                 self.fp8.forget()
             if several := self.several:  # before the capture, because two ranks connect at their first message
-                for key in several.messages.gradient_sends:
+                for key in several.gradient_sends:
                     several.send_gradients(key)
                 several.send_all_weights()
                 several.add_up((self.optimizer.scalars, self.optimizer.own_scalars))
