@@ -4,7 +4,6 @@ import contextlib
 import glob
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import tempfile
@@ -54,7 +53,9 @@ def compile_kernels(name, arch, constants):
     try:
         with IMPORTING:  # here: slow to import, and not needed if the cache has all
             from cuda.core import Program, ProgramOptions
-        options = ProgramOptions(name=path, arch=arch, std="c++17", include_path=[KERNEL_DIRECTORY, *cuda_include()],
+            from cuda.pathfinder import find_nvidia_header_directory
+        headers = KERNEL_DIRECTORY, find_nvidia_header_directory("cudart")  # or None: NVRTC says which one is missing
+        options = ProgramOptions(name=path, arch=arch, std="c++17", include_path=[*filter(None, headers)],
                                  define_macro=[(key, str(value)) for key, value in constants.items()] or None,
                                  split_compile=0)  # a file's kernels on all cores
         return bytes(Program(source, "c++", options).compile("cubin").code)
@@ -70,14 +71,6 @@ def compile_kernels(name, arch, constants):
         errors = (line for line in lines if "error" in line and "NVRTC_ERROR" not in line)
         first = next(errors, lines[0] if lines else repr(error))
         raise UserError(f"{path} does not compile for {arch}: {first.strip()}") from None
-
-
-def cuda_include():
-    """A list with the directory of CUDA's headers in the package nvidia-cuda-runtime; empty if it is missing."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = spec.submodule_search_locations if spec else []
-    found = [path for root in roots for path in glob.glob(os.path.join(root, "*", "include"))]
-    return [path for path in found if os.path.exists(os.path.join(path, "cuda_bf16.h"))]
 
 
 def compiler_version():
