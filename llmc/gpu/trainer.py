@@ -59,13 +59,6 @@ def open_trainer(architecture, gpu, config, params, settings, ranks=SINGLE_PROCE
     return Trainer(architecture, config, settings, matmul, params, ranks, text)
 
 
-def open_evaluator(architecture, gpu, config, params):
-    """An Evaluator of this model on this GPU, in float32, with TF32 matmuls where the GPU has them."""
-    settings = architecture.resolve_auto(architecture.Settings(dtype="float32"), gpu.arch)
-    _, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul)
-    return Evaluator(architecture, config, settings, matmul, params)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # forward passes, and training
 
@@ -104,10 +97,12 @@ class ForwardPasses:
 
 
 class Evaluator(ForwardPasses):
-    """A model on the GPU for forward passes alone: weights and activations, in float32."""
+    """A model on this GPU for forward passes alone: weights and activations, in float32, with TF32 matmuls where the
+    GPU has them. B and T are set by allocate_activations."""
 
-    def __init__(self, architecture, config, settings, matmul, params):
-        """Arguments as of Trainer. B and T are set by allocate_activations."""
+    def __init__(self, architecture, gpu, config, params):
+        settings = architecture.resolve_auto(architecture.Settings(dtype="float32"), gpu.arch)
+        _, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul)
         super().__init__(architecture, config, settings, matmul)
         with self.device.stream:
             self.params = allocate(architecture.parameter_table(config), cp)
