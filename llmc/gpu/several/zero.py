@@ -193,11 +193,10 @@ class Several:
             self.send_weights(l)
         self.device.wait(self.weights_arrived[None])
 
-    def add_up(self, *pairs, largest=False):
-        """total = the sum over the ranks of addend, or the largest, for pairs (total, addend)."""
+    def add_up(self, total, addend, largest=False):
+        """total = the sum over the ranks of addend, or the largest."""
         with self.device.beside(self.device.comm) as done:
-            for total, addend in pairs:
-                self.peers.add_up(total, addend, self.device.stream, largest=largest)
+            self.peers.add_up(total, addend, self.device.stream, largest=largest)
         self.device.wait(done)
 
     def layer_begins(self, l):
@@ -278,7 +277,7 @@ class SharedUpdate:
         self.device.wait(self.several.gradients_arrived[REST])
         self.norm_of("first layer")
         self.norm_of("rest")
-        self.several.add_up((self.scalars, self.own_scalars))
+        self.several.add_up(self.scalars, self.own_scalars)
 
     def update(self):
         super().update()
