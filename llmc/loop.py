@@ -109,11 +109,11 @@ class Loop(contextlib.AbstractContextManager):
                     self.evaluate(step)
                 if samples and step > 0:
                     self.sample()
-            except Interrupted:  # a resumed run validates and samples again at this step
+            except Interrupted as interrupted:  # a resumed run validates and samples again at this step
                 self.random.state = before
                 if directory and step != self.saved:
                     self.save(step)
-                return self.stop(step, self.interruption.signal)
+                return self.stop(step, *interrupted.args)
             if validates and settings.patience:
                 last = last or self.above >= settings.patience
                 if directory and step != self.saved and (last or not self.above):  # the best model is kept, too

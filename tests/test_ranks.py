@@ -62,9 +62,9 @@ def take_steps(ranks):
     try:
         for step in interruption.watching(range(100000)):  # noqa: B007  (the handler below reads it)
             time.sleep(0.002 * ranks.rank)
-    except Interrupted:
+    except Interrupted as interrupted:
         print("stopped at", *ranks.gather(step)) if ranks.is_first else ranks.gather(step)
-        return 128 + interruption.signal
+        return 128 + interrupted.args[0]
 
 
 @pytest.fixture
