@@ -32,7 +32,7 @@ class Linear(NamedTuple):
         """out (N,OC) = inp (N,C) @ weight^T + bias."""
         matmul, out, inp = self.matmul, rows(out), rows(inp)
         if tile := matmul.tile(out.shape[1], narrow=True):
-            matmul.kernels.forward(out, inp, self.weight, self.bias, tile)
+            matmul.kernels.forward(out, inp, self.weight, self.bias, columns=tile)
         else:
             matmul.cublaslt.multiply(out, inp, self.weight.T, self.bias)
 
@@ -81,7 +81,7 @@ class Linear(NamedTuple):
         By our kernels, where `fuses` and has a tile for QKV columns."""
         matmul, out = self.matmul, rows(out)
         tile = matmul.tile(out.shape[1], narrow=True)
-        matmul.kernels.rope_forward(out, rows(inp), self.weight, rope, T, tile)
+        matmul.kernels.forward(out, rows(inp), self.weight, rope, T, columns=tile, name="matmul_forward_rope")
 
     def backward_weight(self, dout, inp, scale=1.0):
         """dweight (OC,C) = scale * dout (N,OC)^T @ inp (N,C)."""
@@ -149,22 +149,17 @@ class MatmulKernels:
         with self.device.stream:
             self.done = cp.zeros((2, tiles), "int32")  # for each stream: parts of a tile added so far; 0 after the last
 
-    def forward(self, out, inp, weight, bias, columns=None):
-        """columns: how wide a tile is; None: MATMUL_BN."""
+    def forward(self, out, inp, weight, *last, columns=None, name="matmul_forward"):
+        """last: the bias; of matmul_forward_rope, rope and T. columns: how wide a tile is; None: MATMUL_BN."""
         g, columns = self.geometry, columns or self.geometry.MATMUL_BN
         narrow = columns != g.MATMUL_BN
-        self.launch("matmul_forward" + "_narrow" * narrow, *out.shape, inp.shape[1], self.result(out, narrow),
-                    self.operand(inp, g.MATMUL_BM), self.operand(weight, columns), bias, columns=columns)
+        self.launch(name + "_narrow" * narrow, *out.shape, inp.shape[1], self.result(out, narrow),
+                    self.operand(inp, g.MATMUL_BM), self.operand(weight, columns), *last, columns=columns)
 
     def backward_inp(self, dinp, dout, weight, scale):
         g = self.geometry
         self.launch("matmul_backward_inp", *dinp.shape, dout.shape[1], self.result(dinp),
                     self.operand(dout, g.MATMUL_BM), self.operand(weight, g.MATMUL_BK), float(scale))
-
-    def rope_forward(self, out, inp, weight, rope, T, columns):
-        g, narrow = self.geometry, columns != self.geometry.MATMUL_BN
-        self.launch("matmul_forward_rope" + "_narrow" * narrow, *out.shape, inp.shape[1], self.result(out, narrow),
-                    self.operand(inp, g.MATMUL_BM), self.operand(weight, columns), rope, T, columns=columns)
 
     def backward_weight(self, dweight, dout, inp, scale, splits=None):
         """splits: into how many parts the inner dimension N is cut (split-K)."""
