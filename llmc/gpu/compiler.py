@@ -9,6 +9,7 @@ import os
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 from llmc.errors import UserError
@@ -48,8 +49,7 @@ def cache_directory():
 def compile_kernels(name, arch, constants):
     """kernels/<name>.cu -> the bytes of a cubin for `arch` (like sm_90a); raises UserError with the first error."""
     path, instead = os.path.join(KERNEL_DIRECTORY, f"{name}.cu"), "or train on the CPU: python train_gpt2.py"
-    with open(path) as f:
-        source = f.read()
+    source = Path(path).read_text()
     try:
         with IMPORTING:  # here: slow to import, and not needed if the cache has all
             from cuda.core import Program, ProgramOptions
@@ -82,12 +82,9 @@ def compiler_version():
 
 def kernel_key(name, arch, constants):
     """What a cubin depends on, as text."""
-    parts = [compiler_version(), arch, json.dumps(constants)]
     headers = sorted(glob.glob(os.path.join(KERNEL_DIRECTORY, "**", "*.cuh"), recursive=True))
-    for path in (os.path.join(KERNEL_DIRECTORY, f"{name}.cu"), *headers):
-        with contextlib.suppress(OSError), open(path) as f:
-            parts.append(f.read())
-    return "\n".join(parts)
+    texts = [Path(path).read_text() for path in (os.path.join(KERNEL_DIRECTORY, f"{name}.cu"), *headers)]
+    return "\n".join([compiler_version(), arch, json.dumps(constants), *texts])
 
 
 def prepare_kernels(arch, files):
