@@ -49,9 +49,9 @@ from prepro.common import progress_bar
 def open_model(architecture, config, params, device, T):
     """Return (model, name of its device, a batch size that suits it for windows of T tokens)."""
     def open_on(gpu):
-        from llmc.gpu.trainer import open_evaluator
+        from llmc.gpu.trainer import Evaluator
 
-        return open_evaluator(on_gpu(architecture), gpu, config, params), gpu.name, 4
+        return Evaluator(on_gpu(architecture), gpu, config, params), gpu.name, 4
 
     fits = (B for B in (16, 8, 4, 2) if table_bytes(architecture.activation_table(config, B, T)) <= 1 << 28)
     return try_gpu(device, open_on) or (architecture(config, params), "CPU", next(fits, 1))

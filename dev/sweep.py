@@ -167,7 +167,7 @@ def main():
         gpus, trainer = [], Settings
     settings, swept, runs = plan(sys.argv[1:], trainer)
     program, slots = "train_gpt2_cuda.py" if gpus else "train_gpt2.py", [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus]
-    with locked(settings.output, True):
+    with locked(settings.output):
         waiting = [run for run in runs if not os.path.exists(run.finished)
                    or open(run.finished).read() != shlex.join(run.arguments)]
         print(f"{len(runs)} runs of {program}, {len(waiting)} to train; on {len(gpus) or 'no'} GPUs")

@@ -65,14 +65,14 @@ def discard_stdout():
 
 
 class Interrupted(Exception):
-    """Raised after a signal, between the batches of a validation or the tokens of a sample."""
+    """Raised after a signal, its argument, between the batches of a validation or the tokens of a sample."""
 
 
 class Interruption:
     """Remembers Ctrl-C, SIGTERM and SIGHUP, of any rank, so that a run saves first. A second Ctrl-C stops at once."""
 
     def __init__(self, ranks):
-        self.ranks, self.received, self.signal = ranks, None, None
+        self.ranks, self.received = ranks, None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup ignores
                 signal.signal(number, self.remember)
@@ -99,12 +99,11 @@ class Interruption:
 
     def agreed(self):
         """Return the signal to stop on, or None. All ranks call this together, and get the same."""
-        self.signal = self.ranks.largest(self.received)
-        return self.signal
+        return self.ranks.largest(self.received)
 
     def check(self):
-        if self.agreed() is not None:
-            raise Interrupted
+        if (number := self.agreed()) is not None:
+            raise Interrupted(number)
 
     def watching(self, steps):
         """Yield the same steps; raise Interrupted after a signal."""

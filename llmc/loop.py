@@ -20,7 +20,7 @@ from llmc.files import EXPORT, HELLASWAG
 from llmc.logger import Log
 from llmc.outliers import notes_on, read_recent
 from llmc.progress import Console, LlmcLines
-from llmc.resume import delete_old_checkpoints, find_checkpoint, notes_of, read_start, restore, save_checkpoint, stopped
+from llmc.resume import find_checkpoint, notes_of, read_start, restore, save_checkpoint, stopped
 from llmc.sampler import Choice, Random, end_of_text, print_sample
 from llmc.schedulers import learning_rate_at
 from llmc.settings import print_changed_settings
@@ -109,11 +109,11 @@ class Loop(contextlib.AbstractContextManager):
                     self.evaluate(step)
                 if samples and step > 0:
                     self.sample()
-            except Interrupted:  # a resumed run validates and samples again at this step
+            except Interrupted as interrupted:  # a resumed run validates and samples again at this step
                 self.random.state = before
                 if directory and step != self.saved:
                     self.save(step)
-                return self.stop(step, self.interruption.signal)
+                return self.stop(step, *interrupted.args)
             if validates and settings.patience:
                 last = last or self.above >= settings.patience
                 if directory and step != self.saved and (last or not self.above):  # the best model is kept, too
@@ -223,11 +223,9 @@ class Saver:
             model.recent = read_recent(notes)
 
     def save(self, progress, notes):
-        """Write a checkpoint, and delete those that -nk does not keep. progress: a Progress; notes: for JSON."""
+        """Write a checkpoint. progress: a Progress; notes: for JSON."""
         model, owned = self.model, owned_by_one(self.model.optimizer)
-        save_checkpoint(self.settings.output_dir, model.config, model.params, owned, progress,
-                        {**notes, **notes_on(model.recent)})
-        delete_old_checkpoints(self.settings, progress.step, notes.get("lowest", [0, 0])[1])
+        save_checkpoint(self.settings, model.config, model.params, owned, progress, notes | notes_on(model.recent))
 
     def nothing(self, *_):
         """No-op on the CPU; llmc/gpu/saver.py saves in the background."""

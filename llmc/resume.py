@@ -48,11 +48,11 @@ def model_file(path):
                     " a Hugging Face folder, with its config.json")
 
 
-def save_checkpoint(directory, config, params, owned, progress, notes=None, version=3, ranks=SINGLE_PROCESS):
-    """Write a checkpoint. Every rank writes its state; rank 0 also the model (only it needs `params`) and, when all
-    have written, the marker. Raises UserError on all ranks, and leaves no file of this step, when weights or moments
-    are not finite or a disk is full. notes: what else a resumed run needs, for JSON. version: of the model, 3 or 5."""
-    model, state, marker = checkpoint_paths(directory, progress.step)
+def save_checkpoint(settings, config, params, owned, progress, notes, version=3, ranks=SINGLE_PROCESS):
+    """Write a checkpoint, and delete those that -nk does not keep. Every rank writes its state; rank 0 also the model
+    (only it needs `params`) and, when all have written, the marker, with `notes`. Raises UserError on all ranks, and
+    leaves no file of this step, when weights or moments are not finite or a disk is full. version: 3 or 5."""
+    model, state, marker = checkpoint_paths(settings.output_dir, progress.step)
     state = rank_path(state, ranks.rank)
 
     def check():
@@ -62,7 +62,7 @@ def save_checkpoint(directory, config, params, owned, progress, notes=None, vers
 
     def write_marker():
         with replacing(marker) as f:
-            f.write(json.dumps(notes, indent=1).encode() + b"\n" if notes else b"")
+            f.write(json.dumps(notes, indent=1).encode() + b"\n")
 
     ranks.attempt(check)
     try:
@@ -73,6 +73,8 @@ def save_checkpoint(directory, config, params, owned, progress, notes=None, vers
         if not os.path.exists(marker):  # else the checkpoint is complete, and a rank has died since
             remove([model, state] if ranks.is_first else [state])
         raise
+    if ranks.is_first:
+        delete_old_checkpoints(settings, progress.step, notes.get("lowest", [0, 0])[1])
 
 
 def delete_old_checkpoints(settings, done, best):

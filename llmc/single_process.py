@@ -16,7 +16,7 @@ class SingleProcess:
         """Call function() on each rank, and return all results, in order. A UserError on one rank is raised on all."""
         return self.gather(function())
 
-    def check_alike(self, *what):
+    def check_alike(self, gpu, settings, config, params, *loaders):
         """Raise UserError if ranks have different flags, models, data or kinds of GPU, or share a GPU."""
 
     def largest(self, number):

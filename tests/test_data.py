@@ -481,7 +481,7 @@ def test_parquet_that_is_refused(tokenize, tmp_path, run_here, monkeypatch):
         run_here(fineweb, "--processes", 1, *flags.split(), fails=words.split(".*"))
     (tmp_path / "out" / "parquet.json").unlink()
     tokenize("--input", "0.parquet", fails=(NAMES[0], "not made from parquet", "another --output"))
-    with locked("out", True):
+    with locked("out"):
         tokenize("--input", "0.parquet", fails=("another run writes there", "another --output"))
     monkeypatch.setattr(fineweb, "parquet", None)
     tokenize("--input", "0.parquet", fails=("pyarrow", "pip install pyarrow"))

@@ -187,8 +187,8 @@ def test_weights_or_moments_that_became_nan_are_not_saved(tmp_path, which, words
     params, m, v = tensors = [random_params(SMALL) for _ in range(3)]
     flat(v)[:] **= 2
     tensors[which].qkvb[0, 0] = np.nan
-    state = owned_by_one(optimizer_of(m, v)), Progress(3, 1, Position(), (1, 1, 0))
-    pytest.raises(UserError, save_checkpoint, tmp_path, SMALL, params, *state).match(f"after 3 steps: {words}")
+    run, state = Mock(output_dir=tmp_path), (owned_by_one(optimizer_of(m, v)), Progress(3, 1, Position(), (1, 1, 0)))
+    pytest.raises(UserError, save_checkpoint, run, SMALL, params, *state, {}).match(f"after 3 steps: {words}")
     assert not list(tmp_path.iterdir())
 
 

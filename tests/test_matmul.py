@@ -48,7 +48,7 @@ def test_matmuls(gpu, monkeypatch, N, C, OC, precision, library):
     for b in (None, bias_gpu):
         linear = Linear(matmul, weight_gpu, b, dweight)
         calls = [partial(linear.forward, out, inp_gpu)]
-        calls += [partial(kernels.forward, out, inp_gpu, weight_gpu, b, width) for width in widths]
+        calls += [partial(kernels.forward, out, inp_gpu, weight_gpu, b, columns=width) for width in widths]
         for call in calls:
             out[...] = unwritten(N, OC, dtype=e)
             call()

@@ -135,8 +135,8 @@ def test_forward_rope(gpu, monkeypatch, NH, NKV, HS, B, T):
 
     weight_gpu, inp_gpu, rope_gpu, plain = given(weight), given(inp), on_gpu(rope), unwritten(N, QKV, dtype="bfloat16")
     kernels, linear = matmul.kernels, Linear(matmul, weight_gpu)
-    calls = [lambda out, width=width: kernels.rope_forward(out, inp_gpu, weight_gpu, rope_gpu, T, width)
-             for width in (192, 160)]
+    rotate = functools.partial(kernels.forward, name="matmul_forward_rope")
+    calls = [lambda out, n=n: rotate(out, inp_gpu, weight_gpu, rope_gpu, T, columns=n) for n in (192, 160)]
     if matmul.tile(QKV, narrow=True):
         calls.append(lambda out: linear.forward_rope(out, inp_gpu, rope_gpu, T))
     kernels.forward(plain, inp_gpu, weight_gpu, None)

@@ -16,7 +16,7 @@ from conftest import ROOT, SMALL_HEADS, random_params
 from fake_gpus import cuda, end_ranks, fork_ranks, wait_for
 from llmc.errors import Interrupted, Interruption, UserError
 from llmc.gpu.launcher import LAUNCHERS, translate_launcher
-from llmc.gpu.several.ranks import LOST, Ranks, check_alike
+from llmc.gpu.several.ranks import LOST, Ranks
 
 NUMBERS = [0.1, 1e-320, -0.0, 1 / 3, float("inf")]
 BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "17"}
@@ -62,9 +62,9 @@ def take_steps(ranks):
     try:
         for step in interruption.watching(range(100000)):  # noqa: B007  (the handler below reads it)
             time.sleep(0.002 * ranks.rank)
-    except Interrupted:
+    except Interrupted as interrupted:
         print("stopped at", *ranks.gather(step)) if ranks.is_first else ranks.gather(step)
-        return 128 + interruption.signal
+        return 128 + interrupted.args[0]
 
 
 @pytest.fixture
@@ -105,8 +105,8 @@ def test_ranks_are_alike(fake_gpu, monkeypatch, bus, changes, may_share, words):
     def check(rank, bus, weights=0, kind="sm_90a", **changes):
         monkeypatch.setattr(fake_gpu.cp.cuda, "Device", lambda: SimpleNamespace(pci_bus_id=bus), raising=False)
         ranks = SimpleNamespace(size=2, rank=rank, gather=lambda mine: found.append(mine) or found)
-        check_alike(ranks, fake_gpu.gpu._replace(arch=kind), cuda.CudaSettings(**changes), SMALL_HEADS,
-                    random_params(SMALL_HEADS, weights))
+        Ranks.check_alike(ranks, fake_gpu.gpu._replace(arch=kind), cuda.CudaSettings(**changes), SMALL_HEADS,
+                          random_params(SMALL_HEADS, weights))
 
     monkeypatch.setattr("llmc.gpu.several.ranks.cp", fake_gpu.cp)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", may_share)

@@ -315,7 +315,7 @@ def results_of(where, call, ends=None):
 
     try:
         return {tensor: host(array) for tensor, array in call().items()}
-    except tuple(llmc.gpu.device.GPU_ERRORS) as error:
+    except llmc.gpu.device.GPU_ERRORS as error:
         raise UserError(f"{where}: {error}") from None
 
 

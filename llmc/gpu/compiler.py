@@ -4,12 +4,12 @@ import contextlib
 import glob
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 from llmc.errors import UserError
@@ -49,12 +49,13 @@ def cache_directory():
 def compile_kernels(name, arch, constants):
     """kernels/<name>.cu -> the bytes of a cubin for `arch` (like sm_90a); raises UserError with the first error."""
     path, instead = os.path.join(KERNEL_DIRECTORY, f"{name}.cu"), "or train on the CPU: python train_gpt2.py"
-    with open(path) as f:
-        source = f.read()
+    source = Path(path).read_text()
     try:
         with IMPORTING:  # here: slow to import, and not needed if the cache has all
             from cuda.core import Program, ProgramOptions
-        options = ProgramOptions(name=path, arch=arch, std="c++17", include_path=[KERNEL_DIRECTORY, *cuda_include()],
+            from cuda.pathfinder import find_nvidia_header_directory
+        headers = KERNEL_DIRECTORY, find_nvidia_header_directory("cudart")  # or None: NVRTC says which one is missing
+        options = ProgramOptions(name=path, arch=arch, std="c++17", include_path=[*filter(None, headers)],
                                  define_macro=[(key, str(value)) for key, value in constants.items()] or None,
                                  split_compile=0)  # a file's kernels on all cores
         return bytes(Program(source, "c++", options).compile("cubin").code)
@@ -72,14 +73,6 @@ def compile_kernels(name, arch, constants):
         raise UserError(f"{path} does not compile for {arch}: {first.strip()}") from None
 
 
-def cuda_include():
-    """A list with the directory of CUDA's headers in the package nvidia-cuda-runtime; empty if it is missing."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = spec.submodule_search_locations if spec else []
-    found = [path for root in roots for path in glob.glob(os.path.join(root, "*", "include"))]
-    return [path for path in found if os.path.exists(os.path.join(path, "cuda_bf16.h"))]
-
-
 def compiler_version():
     for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -89,12 +82,9 @@ def compiler_version():
 
 def kernel_key(name, arch, constants):
     """What a cubin depends on, as text."""
-    parts = [compiler_version(), arch, json.dumps(constants)]
     headers = sorted(glob.glob(os.path.join(KERNEL_DIRECTORY, "**", "*.cuh"), recursive=True))
-    for path in (os.path.join(KERNEL_DIRECTORY, f"{name}.cu"), *headers):
-        with contextlib.suppress(OSError), open(path) as f:
-            parts.append(f.read())
-    return "\n".join(parts)
+    texts = [Path(path).read_text() for path in (os.path.join(KERNEL_DIRECTORY, f"{name}.cu"), *headers)]
+    return "\n".join([compiler_version(), arch, json.dumps(constants), *texts])
 
 
 def prepare_kernels(arch, files):

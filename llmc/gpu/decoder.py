@@ -23,9 +23,9 @@ from llmc.gpu.compiler import KernelFile
 from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, pointer
 from llmc.gpu.geometry import WARP, blocks, check_sizes, kernel_files, launch_geometry, model_constants
 from llmc.gpu.matmul import ALIGN
-from llmc.gpu.precision import Precision, resolve_dtype, round_weights
+from llmc.gpu.precision import Precision, copy_weights, resolve_dtype
 from llmc.sampler import check_diverged
-from llmc.tensors import Row, allocate, flat, layer, table_bytes, views
+from llmc.tensors import Row, allocate, layer, table_bytes, views
 
 DECODE = {  # file -> its kernels
     "decode/layers": ("decode_embed", "decode_layernorm"),
@@ -255,9 +255,6 @@ def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):
     update = kernel_files(architecture, config, precision, gpu.arch, "cublaslt")["update"]
     device = Device(gpu, [update, *decode_files(architecture, config, precision, geometry)], geometry)
     with device.stream:
-        exact = on_gpu = allocate(params.table, cp)
-        copy_to_gpu(exact.buffer, params.buffer)
-        if precision.bf16:
-            on_gpu = allocate(architecture.parameter_table(config, precision.dtype), cp)
-            round_weights(device, flat(on_gpu), flat(exact))
+        on_gpu = allocate(architecture.parameter_table(config, precision.dtype), cp)
+        copy_weights(device, on_gpu, params)
     return Decoder(architecture, device, config, on_gpu, precision, B, T)

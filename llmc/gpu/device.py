@@ -2,7 +2,6 @@
 layer."""
 
 import contextlib
-import importlib.util
 import os
 import sys
 import tempfile
@@ -21,12 +20,9 @@ os.environ.setdefault("CUPY_CACHE_DIR", tempfile.gettempdir())
 try:
     import cupy as cp
     from cuda.bindings import driver
-
-    if importlib.util.find_spec("cuda.core") is None:  # slow to import: left to compiler.py
-        raise ModuleNotFoundError(name="cuda.core")
-    MISSING, GPU_ERRORS = None, {cp.cuda.runtime.CUDARuntimeError, cp.cuda.driver.CUDADriverError}
+    MISSING, GPU_ERRORS = None, (cp.cuda.runtime.CUDARuntimeError, cp.cuda.driver.CUDADriverError)
 except ImportError as error:
-    MISSING, GPU_ERRORS = error, set()
+    MISSING, GPU_ERRORS = error, ()
     cp = driver = None
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -115,7 +111,7 @@ def gpu_errors_as_lines():
     """Context manager for a program's main(): turns errors of CUDA and its libraries into UserError."""
     try:
         yield
-    except tuple(GPU_ERRORS) as error:
+    except GPU_ERRORS as error:
         raise UserError(f"the GPU or one of CUDA's libraries failed ({str(error).splitlines()[0]}): if for want of"
                         " memory, or as it could not be initialized, another process may hold the GPU's memory: see"
                         " nvidia-smi") from None

@@ -25,27 +25,23 @@ class Linear(NamedTuple):
     bias: object = None  # (OC,), or None
     dweight: object = None  # (OC, C), or None: there is no backward pass
 
-    @property
-    def fuses(self):
-        """Whether there are kernels with SwiGLU and RoPE: hopper/matmul_swiglu.cu."""
-        return bool(self.matmul.kernels)
-
-    @property
-    def fuses_gelu(self):
-        """Whether there are kernels with GELU."""
-        return bool(self.matmul.kernels)
+    # whether there are kernels with SwiGLU and RoPE, in hopper/matmul_swiglu.cu; and with GELU
+    fuses = fuses_gelu = property(lambda self: bool(self.matmul.kernels))
 
     def forward(self, out, inp):
         """out (N,OC) = inp (N,C) @ weight^T + bias."""
         matmul, out, inp = self.matmul, rows(out), rows(inp)
         if tile := matmul.tile(out.shape[1], narrow=True):
-            matmul.kernels.forward(out, inp, self.weight, self.bias, tile)
+            matmul.kernels.forward(out, inp, self.weight, self.bias, columns=tile)
         else:
             matmul.cublaslt.multiply(out, inp, self.weight.T, self.bias)
 
     def forward_gelu(self, out, gelu, inp):
         """The same, and gelu (N,OC) = GELU(out), by our kernels."""
-        self.matmul.kernels.gelu_forward(rows(out), rows(gelu), rows(inp), self.weight, self.bias)
+        kernels, g, out, inp = self.matmul.kernels, self.matmul.device.geometry, rows(out), rows(inp)
+        kernels.launch("matmul_forward_gelu", *out.shape, inp.shape[1], kernels.result(out), kernels.result(rows(gelu)),
+                       kernels.operand(inp, g.MATMUL_BM), kernels.operand(self.weight, g.MATMUL_BN), self.bias,
+                       threads=g.MATMUL_GELU_THREADS)
 
     def backward_inp(self, dinp, dout, scale=1.0):
         """dinp (N,C) = scale * dout (N,OC) @ weight (OC,C)."""
@@ -58,24 +54,34 @@ class Linear(NamedTuple):
     def backward_inp_gelu(self, dinp, partials, dout, inp):
         """dinp (N,C) = dout (N,OC) @ weight (OC,C) * GELU'(inp (N,C)); partials (tiles, C) = dinp's sums over the rows
         of tiles. By our kernels."""
-        self.matmul.kernels.gelu_backward_inp(rows(dinp), partials, rows(dout), self.weight, rows(inp))
+        kernels, g, dinp, dout = self.matmul.kernels, self.matmul.device.geometry, rows(dinp), rows(dout)
+        kernels.launch("matmul_backward_inp_gelu", *dinp.shape, dout.shape[1], kernels.result(dinp), partials,
+                       kernels.operand(dout, g.MATMUL_BM), kernels.operand(self.weight, g.MATMUL_BK),
+                       kernels.result(rows(inp)))
 
     def forward_swiglu(self, out, swiglu, inp):
         """out (N,2F) = inp (N,C) @ weight (2F,C)^T: up, then gate; swiglu (N,F) = up * gate * sigmoid(gate). By our
         kernels, where `fuses`."""
-        self.matmul.kernels.swiglu_forward(rows(out), rows(swiglu), rows(inp), self.weight)
+        kernels, g, swiglu, inp = self.matmul.kernels, self.matmul.device.geometry, rows(swiglu), rows(inp)
+        (N, F), C, columns = swiglu.shape, inp.shape[1], g.MATMUL_BN // 2  # columns of up, and as many of gate
+        kernels.launch("matmul_forward_swiglu", N, F, C, kernels.halves(rows(out)), kernels.result(swiglu, narrow=True),
+                       kernels.operand(inp, g.MATMUL_BM), kernels.operand(self.weight.reshape(2, F, C), columns),
+                       columns=columns)
 
     def backward_inp_swiglu(self, dinp, dout, inp):
-        """dinp (N,2F) = SwiGLU's gradient at inp (N,2F) for dout (N,OC) @ weight (OC,F). By our
-        kernels, where `fuses`."""
-        self.matmul.kernels.swiglu_backward_inp(rows(dinp), rows(dout), self.weight, rows(inp))
+        """dinp (N,2F) = SwiGLU's gradient at inp (N,2F) for dout (N,OC) @ weight (OC,F). By our kernels, where `fuses`.
+        """
+        kernels, g, dout, (C, F) = self.matmul.kernels, self.matmul.device.geometry, rows(dout), self.weight.shape
+        kernels.launch("matmul_backward_inp_swiglu", dout.shape[0], F, C, kernels.halves(rows(dinp)),
+                       kernels.operand(dout, g.MATMUL_BM), kernels.operand(self.weight, g.MATMUL_BK),
+                       kernels.halves(rows(inp)))
 
     def forward_rope(self, out, inp, rope, T):
         """out (N,QKV) = inp (N,C) @ weight^T, queries and keys rotated: row n is at position n % T of rope (T,HS/2,2).
         By our kernels, where `fuses` and has a tile for QKV columns."""
         matmul, out = self.matmul, rows(out)
         tile = matmul.tile(out.shape[1], narrow=True)
-        matmul.kernels.rope_forward(out, rows(inp), self.weight, rope, T, tile)
+        matmul.kernels.forward(out, rows(inp), self.weight, rope, T, columns=tile, name="matmul_forward_rope")
 
     def backward_weight(self, dout, inp, scale=1.0):
         """dweight (OC,C) = scale * dout (N,OC)^T @ inp (N,C)."""
@@ -134,8 +140,8 @@ class Matmul:
 
 
 class MatmulKernels:
-    """The kernels of hopper/matmul.cu and hopper/matmul_swiglu.cu, as Linear's methods of these names. Operands and
-    results are row-major, two-dimensional."""
+    """The kernels of hopper/matmul.cu and hopper/matmul_swiglu.cu; methods with names of Linear's launch them for it.
+    Operands and results are row-major, two-dimensional."""
 
     def __init__(self, matmul):
         self.matmul, self.device, self.geometry = matmul, matmul.device, matmul.device.geometry
@@ -143,44 +149,17 @@ class MatmulKernels:
         with self.device.stream:
             self.done = cp.zeros((2, tiles), "int32")  # for each stream: parts of a tile added so far; 0 after the last
 
-    def forward(self, out, inp, weight, bias, columns=None):
-        """columns: how wide a tile is; None: MATMUL_BN."""
+    def forward(self, out, inp, weight, *last, columns=None, name="matmul_forward"):
+        """last: the bias; of matmul_forward_rope, rope and T. columns: how wide a tile is; None: MATMUL_BN."""
         g, columns = self.geometry, columns or self.geometry.MATMUL_BN
         narrow = columns != g.MATMUL_BN
-        self.launch("matmul_forward" + "_narrow" * narrow, *out.shape, inp.shape[1], self.result(out, narrow),
-                    self.operand(inp, g.MATMUL_BM), self.operand(weight, columns), bias, columns=columns)
-
-    def gelu_forward(self, out, gelu, inp, weight, bias):
-        g = self.geometry
-        self.launch("matmul_forward_gelu", *out.shape, inp.shape[1], self.result(out), self.result(gelu),
-                    self.operand(inp, g.MATMUL_BM), self.operand(weight, g.MATMUL_BN), bias,
-                    threads=g.MATMUL_GELU_THREADS)
+        self.launch(name + "_narrow" * narrow, *out.shape, inp.shape[1], self.result(out, narrow),
+                    self.operand(inp, g.MATMUL_BM), self.operand(weight, columns), *last, columns=columns)
 
     def backward_inp(self, dinp, dout, weight, scale):
         g = self.geometry
         self.launch("matmul_backward_inp", *dinp.shape, dout.shape[1], self.result(dinp),
                     self.operand(dout, g.MATMUL_BM), self.operand(weight, g.MATMUL_BK), float(scale))
-
-    def gelu_backward_inp(self, dinp, partials, dout, weight, inp):
-        g = self.geometry
-        self.launch("matmul_backward_inp_gelu", *dinp.shape, dout.shape[1], self.result(dinp), partials,
-                    self.operand(dout, g.MATMUL_BM), self.operand(weight, g.MATMUL_BK), self.result(inp))
-
-    def swiglu_forward(self, out, swiglu, inp, weight):
-        g, (N, F), C = self.geometry, swiglu.shape, inp.shape[1]
-        columns = g.MATMUL_BN // 2  # of up; and as many of gate
-        self.launch("matmul_forward_swiglu", N, F, C, self.halves(out), self.result(swiglu, narrow=True),
-                    self.operand(inp, g.MATMUL_BM), self.operand(weight.reshape(2, F, C), columns), columns=columns)
-
-    def swiglu_backward_inp(self, dinp, dout, weight, inp):
-        g, (C, F) = self.geometry, weight.shape
-        self.launch("matmul_backward_inp_swiglu", dout.shape[0], F, C, self.halves(dinp),
-                    self.operand(dout, g.MATMUL_BM), self.operand(weight, g.MATMUL_BK), self.halves(inp))
-
-    def rope_forward(self, out, inp, weight, rope, T, columns):
-        g, narrow = self.geometry, columns != self.geometry.MATMUL_BN
-        self.launch("matmul_forward_rope" + "_narrow" * narrow, *out.shape, inp.shape[1], self.result(out, narrow),
-                    self.operand(inp, g.MATMUL_BM), self.operand(weight, columns), rope, T, columns=columns)
 
     def backward_weight(self, dweight, dout, inp, scale, splits=None):
         """splits: into how many parts the inner dimension N is cut (split-K)."""
@@ -198,14 +177,14 @@ class MatmulKernels:
         most = max(1, min(11, N // 256)) if tiles <= min(2 * sm_count, self.done.shape[1]) else 1
         return min(range(1, most + 1), key=lambda parts: blocks(tiles * parts, sm_count) * (N / parts + 1500))
 
-    def operand(self, array, rows, columns=None):
-        """An operand as the kernels take it. rows, columns (None: BK): of the box that TMA copies at once."""
-        return self.device.tensor_map(array, rows, columns or self.geometry.MATMUL_BK)
+    def operand(self, array, rows):
+        """An operand as the kernels take it: TMA copies `rows` rows of BK columns at once."""
+        return self.device.tensor_map(array, rows, self.geometry.MATMUL_BK)
 
     def result(self, array, narrow=False):
         """A result, or an operand of its shape, as the kernels take it: TMA copies a strip of a tile at once."""
         g = self.geometry
-        return self.operand(array, g.MATMUL_BM, g.MATMUL_NARROW_STRIP if narrow else g.MATMUL_STRIP)
+        return self.device.tensor_map(array, g.MATMUL_BM, g.MATMUL_NARROW_STRIP if narrow else g.MATMUL_STRIP)
 
     def halves(self, array):
         """A tensor of up, then gate, as the kernels take it: TMA copies a strip of one of them at once."""

@@ -6,7 +6,11 @@ import numpy as np
 
 from llmc.errors import UserError
 from llmc.gpu.compiler import capability
+from llmc.gpu.device import copy_to_gpu, cp
 from llmc.gpu.geometry import blocks, pack
+from llmc.tensors import flat
+
+PART = 1 << 22  # weights that are rounded to bfloat16 at a time
 
 
 class Precision(NamedTuple):
@@ -58,10 +62,19 @@ def resolve_dtype(dtype, arch):
     return dtype if dtype != "auto" else "bfloat16" if has_bfloat16(arch) else "float32"
 
 
-def round_weights(device, out, exact):
-    """out (N,) bfloat16 = exact (N,) float32, rounded to nearest."""
-    threads = device.geometry.UPDATE_THREADS
-    device.launch("round_weights", (blocks(out.size, threads * pack(out)),), (threads,), out, exact, np.int64(out.size))
+def copy_weights(device, tensors, params):
+    """Copy params, float32 Tensors on the host, to Tensors on the GPU; to bfloat16 ones, they are rounded to nearest
+    there, a part at a time."""
+    exact, copies, threads = flat(params), flat(tensors), device.geometry.UPDATE_THREADS
+    if copies.dtype == np.float32:
+        copy_to_gpu(copies, exact)
+        return
+    scratch = cp.empty(PART, np.float32)
+    for begin in range(0, exact.size, PART):
+        part = slice(begin, begin + PART)
+        out, inp = copies[part], copy_to_gpu(scratch[: exact[part].size], exact[part])
+        grid = (blocks(out.size, threads * pack(out)),)
+        device.launch("round_weights", grid, (threads,), out, inp, np.int64(out.size))
 
 
 def describe_precision(settings):

@@ -1,12 +1,13 @@
 """Checkpoints of a Trainer: written while training goes on, and read to resume it."""
 
+import functools
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from llmc.gpu.precision import describe_precision
 from llmc.loop import Saver
 from llmc.outliers import notes_on, read_recent
-from llmc.resume import delete_old_checkpoints, notes_of, restore, save_checkpoint
+from llmc.resume import notes_of, restore, save_checkpoint
 from llmc.threads import leave_signals_alone
 
 
@@ -38,16 +39,10 @@ class TrainerSaver(Saver):
         trainer, settings, ranks = self.model, self.settings, self.model.ranks
         trainer.complete_weights()
         params = trainer.params_now() if ranks.is_first else None
-        owned = trainer.state_now()
         notes = {**notes, "precision": describe_precision(settings), **notes_on(trainer.recent_values()),
                  **(trainer.fp8.notes() if trainer.fp8 else {})}
-
-        def write():
-            save_checkpoint(settings.output_dir, trainer.config, params, owned, progress, notes,
-                            version=5 if settings.precision.bf16 else 3, ranks=ranks)
-            if ranks.is_first:
-                delete_old_checkpoints(settings, progress.step, notes.get("lowest", [0, 0])[1])
-
+        write = functools.partial(save_checkpoint, settings, trainer.config, params, trainer.state_now(), progress,
+                                  notes, version=5 if settings.precision.bf16 else 3, ranks=ranks)
         if ranks.size > 1:
             write()
         else:

@@ -145,9 +145,7 @@ class OwnedShare(Owned):
     shares: Shares = None
     rank: int = 0
 
-    @property
-    def ranks(self):
-        return self.shares.ranks
+    ranks = property(lambda self: self.shares.ranks)
 
     def tensors(self, array):
         """Yield (name, part of the array that is in this tensor)."""

@@ -17,7 +17,7 @@ from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, record_event,
 from llmc.gpu.geometry import check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import Matmul
 from llmc.gpu.memory import check_memory, group_bytes, recomputed_inputs, transposed_elements
-from llmc.gpu.precision import round_weights
+from llmc.gpu.precision import copy_weights
 from llmc.gpu.shares import OwnedShare, Shares
 from llmc.loop import Update
 from llmc.outliers import RECENT, reason_to_skip
@@ -26,7 +26,6 @@ from llmc.tensors import Tensors, allocate, flat, table_bytes, views
 
 NOT_READY = 600  # cudaErrorNotReady
 CALIBRATIONS = 4  # passes that find FP8's first scales
-PART = 1 << 22  # weights that are rounded to bfloat16 at a time
 
 # ----------------------------------------------------------------------------------------------------------------------
 # opening a model on a GPU
@@ -57,13 +56,6 @@ def open_trainer(architecture, gpu, config, params, settings, ranks=SINGLE_PROCE
     device, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul, text)
     print(f"kernels: {device.compiled} compiled, {device.cached} from the cache")
     return Trainer(architecture, config, settings, matmul, params, ranks, text)
-
-
-def open_evaluator(architecture, gpu, config, params):
-    """An Evaluator of this model on this GPU, in float32, with TF32 matmuls where the GPU has them."""
-    settings = architecture.resolve_auto(architecture.Settings(dtype="float32"), gpu.arch)
-    _, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul)
-    return Evaluator(architecture, config, settings, matmul, params)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -104,20 +96,21 @@ class ForwardPasses:
 
 
 class Evaluator(ForwardPasses):
-    """A model on the GPU for forward passes alone: weights and activations, in float32."""
+    """A model on this GPU for forward passes alone: weights and activations, in float32, with TF32 matmuls where the
+    GPU has them. B and T are set by allocate_activations."""
 
-    def __init__(self, architecture, config, settings, matmul, params):
-        """Arguments as of Trainer. B and T are set by allocate_activations."""
+    def __init__(self, architecture, gpu, config, params):
+        settings = architecture.resolve_auto(architecture.Settings(dtype="float32"), gpu.arch)
+        _, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul)
         super().__init__(architecture, config, settings, matmul)
         with self.device.stream:
             self.params = allocate(architecture.parameter_table(config), cp)
-            copy_to_gpu(self.params.buffer, params.buffer)
+            copy_weights(self.device, self.params, params)
             self.loss = cp.zeros(1, np.float32)
             matmul.allocate()
 
     def allocate_activations(self, B, T):
         """Make room for forward passes over (B, T) tokens, or fewer."""
-        self.model = self.batch = None  # frees the old buffers first
         with self.device.stream:
             self.model = self.make_model(B, T)
             self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32), targets=cp.empty(B * T, np.int32))
@@ -155,10 +148,12 @@ class Trainer(ForwardPasses):
             grads = received = flat(self.grads)  # received: of all ranks
             if ranks.size > 1:
                 received = self.peers.allocate(self.shares.received_size() * grads.itemsize).view(grads.dtype)
-                messages = zero.Messages(self.peers, self.shares, ranks.rank, flat(self.params), grads, received)
-                self.several = zero.Several(device, ranks, self.peers, self.shares, messages, settings.own_micro_steps)
+                self.several = zero.Several(device, ranks, self.peers, self.shares, settings.own_micro_steps,
+                                            flat(self.params), grads, received)
             self.optimizer = optimizer(matmul, settings, flat(self.params), received, self.shares, ranks.rank)
-            self.set_params(params)
+            copy_weights(device, self.params, params)
+            if self.optimizer.master is not None:
+                copy_to_gpu(self.optimizer.master, self.shares.take(flat(params), ranks.rank))
             self.model = self.make_model(settings.B, settings.T)
             if self.precision.fp8:
                 recomputed = recomputed_inputs(architecture, settings)
@@ -186,19 +181,6 @@ class Trainer(ForwardPasses):
         """Tensors that NCCL can send, if there are several GPUs."""
         return views(table, self.peers.allocate(table_bytes(table))) if self.peers else allocate(table, cp)
 
-    def set_params(self, params):
-        """Copy the weights, float32 Tensors, from the host. In bfloat16, they are rounded on the GPU, a part at a time.
-        """
-        if not self.precision.bf16:
-            copy_to_gpu(self.params.buffer, params.buffer)
-            return
-        exact, rounded, scratch = flat(params), flat(self.params), cp.empty(PART, np.float32)
-        for begin in range(0, exact.size, PART):
-            part = slice(begin, begin + PART)
-            round_weights(self.device, rounded[part], copy_to_gpu(scratch[: exact[part].size], exact[part]))
-        if self.optimizer.master is not None:
-            copy_to_gpu(self.optimizer.master, self.shares.take(exact, self.ranks.rank))
-
     # -- an update: prepare, once; then begin_step and end_step
 
     def prepare(self, batch=None):
@@ -217,10 +199,10 @@ class Trainer(ForwardPasses):
             if self.fp8:
                 self.fp8.forget()
             if several := self.several:  # before the capture, because two ranks connect at their first message
-                for key in several.messages.gradient_sends:
+                for key in several.gradient_sends:
                     several.send_gradients(key)
                 several.send_all_weights()
-                several.add_up((self.optimizer.scalars, self.optimizer.own_scalars))
+                several.add_up(self.optimizer.scalars, self.optimizer.own_scalars)
             self.device.synchronize()
             if settings.graph:
                 self.graph = self.model.capture(self)
@@ -313,8 +295,8 @@ class Trainer(ForwardPasses):
         """At the end of an update: FP8's scales of the next one, from the largest numbers on all ranks."""
         if self.several:
             largest, counts = self.fp8.state.largest, self.fp8.state.counts
-            self.several.add_up((largest, largest), largest=True)
-            self.several.add_up((counts, counts))
+            self.several.add_up(largest, largest, largest=True)
+            self.several.add_up(counts, counts)
         self.fp8.prepare_scales()
 
     def close(self):

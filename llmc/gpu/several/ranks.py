@@ -95,6 +95,25 @@ class Ranks(SingleProcess, contextlib.AbstractContextManager):
         if not all(map(os.path.exists, self.neighbours)):
             raise UserError(LOST)
 
+    def check_alike(self, gpu, settings, config, params, *loaders):
+        """NCCL 2.30 can share a GPU, with NCCL_MULTI_RANK_GPU_ENABLE=1. File names may differ between machines."""
+        fields = [field for field in dataclasses.fields(settings) if field.metadata["group"] != "files"]
+        found = {flag_of(settings, field.name): getattr(settings, field.name) for field in fields}
+        sample = flat(params)[:: 1 + (flat(params).size >> 20)]  # all of them would take seconds
+        found |= {"GPU": gpu, "model": (config, zlib.crc32(np.ascontiguousarray(sample)))}
+        for what, loader in zip(("training data", "validation data"), loaders):  # None: with -v 0
+            with loader.shards[0].open() if loader else contextlib.nullcontext() as f:
+                found[what] = f and ([s.size for s in loader.shards], zlib.crc32(loader.shards[0].read(f, 0, loader.T)))
+        place = f"{cp.cuda.Device().pci_bus_id} of {socket.gethostname()}"
+        everyone = self.gather((place, found))
+        twin = [place for place, _ in everyone].index(place)
+        if twin != self.rank and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+            raise UserError(f"ranks {twin} and {self.rank} have the same GPU ({place}): start one process for each GPU")
+        for what, first in everyone[0][1].items():
+            if found[what] != first:
+                raise UserError(f"{what}: rank {self.rank} has {found[what]}, rank 0 {first}: expected the same flags,"
+                                " files and kind of GPU on all ranks")
+
     def __exit__(self, kind, error, trace):
         try:
             if error is None or isinstance(error, SystemExit) and not error.code:
@@ -140,27 +159,3 @@ def start_ranks(count):
     except SignalException as stop:
         return 128 + stop.sigval
     return 0
-
-
-def check_alike(ranks, gpu, settings, config, params, train_loader=None, val_loader=None):
-    """Raise UserError if ranks have different flags, models, data or kinds of GPU, or share a GPU, which NCCL 2.30 can
-    with NCCL_MULTI_RANK_GPU_ENABLE=1. File names may differ between machines."""
-    fields = [field for field in dataclasses.fields(settings) if field.metadata["group"] != "files"]
-    found = {flag_of(settings, field.name): getattr(settings, field.name) for field in fields}
-    sample = flat(params)[:: 1 + (flat(params).size >> 20)]  # all of them would take seconds
-    found |= {"GPU": gpu, "model": (config, zlib.crc32(np.ascontiguousarray(sample)))}
-    for what, loader in (("training data", train_loader), ("validation data", val_loader)):
-        with loader.shards[0].open() if loader else contextlib.nullcontext() as f:
-            found[what] = f and ([s.size for s in loader.shards], zlib.crc32(loader.shards[0].read(f, 0, loader.T)))
-    place = f"{cp.cuda.Device().pci_bus_id} of {socket.gethostname()}"
-    everyone = ranks.gather((place, found))
-    twin = [place for place, _ in everyone].index(place)
-    if twin != ranks.rank and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-        raise UserError(f"ranks {twin} and {ranks.rank} have the same GPU ({place}): start one process for each GPU")
-    for what, first in everyone[0][1].items():
-        if found[what] != first:
-            raise UserError(f"{what}: rank {ranks.rank} has {found[what]}, rank 0 {first}: expected the same flags,"
-                            " files and kind of GPU on all ranks")
-
-
-Ranks.check_alike = check_alike

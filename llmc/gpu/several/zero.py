@@ -129,16 +129,21 @@ class Nccl:
         self.communicator.abort()
 
 
-class Messages:
-    """What travels between ranks, as lists of functions of a stream. gradient_sends[(name, layer) or REST] sends a
-    micro-batch's gradients to their owners, and receives all ranks' gradients of this rank's part; weight_sends[layer,
-    or None for the rest] sends this rank's new weights to all. Each large tensor is sent by one collective, the small
-    ones by a group of point-to-point messages."""
+class Several:
+    """What of a step is on the communication stream: messages, and the events at which they have arrived. Messages are
+    lists of functions of a stream. gradient_sends[(name, layer) or REST] sends a micro-batch's gradients to their
+    owners, and receives all ranks' gradients of this rank's part; weight_sends[layer, or None for the rest] sends this
+    rank's new weights to all. Each large tensor is sent by one collective, the small ones by a group of point-to-point
+    messages."""
 
-    def __init__(self, peers, shares, rank, params, grads, received):
+    def __init__(self, device, ranks, peers, shares, own_micro_steps, params, grads, received):
         """peers: an Nccl; params, grads (parameters,), received (received_size,): on the GPU."""
+        self.device, self.ranks, self.peers, self.shares = device, ranks, peers, shares
+        self.own_micro_steps, self.optimizer, self.fp8 = own_micro_steps, None, None
+        self.gradients_arrived, self.weights_arrived = {}, {}  # events
+        self.micro_batch = self.next_layer = None  # in a step: of the backward pass; whose weights are read next
         self.gradient_sends, self.weight_sends = collections.defaultdict(list), collections.defaultdict(list)
-        owned = {piece.segment: piece for piece in shares.pieces(rank)}
+        rank, owned = ranks.rank, {piece.segment: piece for piece in shares.pieces(ranks.rank)}
         small = collections.defaultdict(lambda: ([], [], [], []))  # gradients sent, received, weights sent, received
         for segment in shares.segments:
             mine, key = owned.get(segment), segment[:2]
@@ -163,26 +168,16 @@ class Messages:
             # last, because it is a kernel, which would wait behind AdamW's blocks
             self.weight_sends[key[1]].append(functools.partial(peers.exchange, sent, arriving))
 
-
-class Several:
-    """What of a step is on the communication stream: what has been sent, and the events at which it has arrived."""
-
-    def __init__(self, device, ranks, peers, shares, messages, own_micro_steps):
-        self.device, self.ranks, self.peers, self.shares, self.messages = device, ranks, peers, shares, messages
-        self.own_micro_steps, self.optimizer, self.fp8 = own_micro_steps, None, None
-        self.gradients_arrived, self.weights_arrived = {}, {}  # events
-        self.micro_batch = self.next_layer = None  # in a step: of the backward pass; whose weights are read next
-
     def send_gradients(self, key, computed=None):
         """Send and receive a matrix's gradients. key: (name, layer), (name, None) or REST; computed: an event to wait
         for first."""
         name = " ".join(["gradients", *(str(part) for part in reversed(key) if part is not None)])
-        self.gradients_arrived[key] = self.send(self.messages.gradient_sends[key], name, computed)
+        self.gradients_arrived[key] = self.send(self.gradient_sends[key], name, computed)
 
     def send_weights(self, l):
         """Send and receive the weights that each rank has updated. l: whose matrices; None: the rest."""
         name = "weights" if l is None else f"weights {l}"
-        self.weights_arrived[l] = self.send(self.messages.weight_sends[l], name)
+        self.weights_arrived[l] = self.send(self.weight_sends[l], name)
 
     def send(self, sends, name, computed=None):
         """Returns an event. All messages are on one stream, because NCCL needs one order."""
@@ -198,11 +193,10 @@ class Several:
             self.send_weights(l)
         self.device.wait(self.weights_arrived[None])
 
-    def add_up(self, *pairs, largest=False):
-        """total = the sum over the ranks of addend, or the largest, for pairs (total, addend)."""
+    def add_up(self, total, addend, largest=False):
+        """total = the sum over the ranks of addend, or the largest."""
         with self.device.beside(self.device.comm) as done:
-            for total, addend in pairs:
-                self.peers.add_up(total, addend, self.device.stream, largest=largest)
+            self.peers.add_up(total, addend, self.device.stream, largest=largest)
         self.device.wait(done)
 
     def layer_begins(self, l):
@@ -283,7 +277,7 @@ class SharedUpdate:
         self.device.wait(self.several.gradients_arrived[REST])
         self.norm_of("first layer")
         self.norm_of("rest")
-        self.several.add_up((self.scalars, self.own_scalars))
+        self.several.add_up(self.scalars, self.own_scalars)
 
     def update(self):
         super().update()
