@@ -111,6 +111,7 @@ class Evaluator(ForwardPasses):
 
     def allocate_activations(self, B, T):
         """Make room for forward passes over (B, T) tokens, or fewer."""
+        self.model = self.batch = None  # frees the old buffers first
         with self.device.stream:
             self.model = self.make_model(B, T)
             self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32), targets=cp.empty(B * T, np.int32))
