@@ -4,13 +4,13 @@ One training step of your own model as a page: every tensor, forward, backward a
     python look.py runs/first --prompt "The cat sat on the mat."     # writes look.html, and opens it
 
 The step is the trainer's: the layers of train_gpt2.py or train_llama3.py run on the prompt, and are watched. The page
-gets the weights, rounded to 16 bits each before the step, and who read and wrote what; it computes all other numbers
-itself. look/formulas.js has each layer's formula for a single number, look/page.js the pictures. It needs no network.
+gets the weights, rounded to bfloat16 before the step, as a GPU has them, and who read and wrote what; it computes all
+other numbers itself. look/formulas.js has each layer's formula for a single number, look/page.js the pictures. It needs
+no network.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
-import base64
 import contextlib
 import functools
 import inspect
@@ -28,10 +28,10 @@ from llmc.checkpoint import owned_by_one, read_optimizer_state
 from llmc.errors import Parser, UserError, run_main
 from llmc.files import replacing
 from llmc.resume import checkpoint_paths, complete_checkpoints
-from llmc.tensors import flat, table_elements, views
+from llmc.tensors import bf16_bits, bf16_to_float32, flat, table_elements, views
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "look")
-MOST_TOKENS, MOST_MB, MOST_FRAMES, MOST_ROWS = 64, 64, 12, 32
+MOST_TOKENS, MOST_MB, MOST_FRAMES, MOST_ROWS = 64, 32, 12, 32
 
 
 same = functools.partial(np.array_equal, equal_nan=True)
@@ -64,28 +64,24 @@ def watching(architecture, call):
 
 
 class Numbers:
-    """The page's numbers: float32, or 16 bits each and a float32, the largest, for each row. Deflated, as one text."""
+    """The page's numbers, float32, one after the other."""
 
     def __init__(self):
-        self.singles, self.halves = [], []  # arrays
+        self.arrays, self.size = [], 0
 
     def add(self, x):
-        """Any array -> where its numbers are, in float32."""
-        self.singles.append(np.array(x, "<f4").ravel())  # a copy: the update changes weights in place
-        return dict(at=sum(map(len, self.singles[:-1])))
-
-    def add_rounded(self, x):
-        """float32 array -> where its numbers are, in 16 bits, to which it is rounded in place: the root of a number's
-        share of its row's largest is what is rounded, so that small numbers keep their digits."""
-        largest = np.maximum(np.abs(x).max(-1, keepdims=True), np.finfo(np.float32).tiny)
-        rounded = (np.copysign(np.sqrt(np.abs(x) / largest), x) * 32767).round().astype("<i2")
-        x[...] = rounded / 32767 * np.abs(rounded / 32767) * largest
-        self.halves.append(rounded.ravel())
-        return dict(at=sum(map(len, self.halves[:-1])), largest=self.add(largest)["at"])
+        """Any array -> where its numbers begin."""
+        self.arrays.append(np.array(x, "<f4").ravel())  # a copy: the update changes weights in place
+        self.size += x.size
+        return self.size - x.size
 
     def text(self):
-        """The 32-bit numbers first: the page makes one array of each kind."""
-        return base64.b64encode(zlib.compress(b"".join(self.singles + self.halves))).decode()
+        """All of them, deflated: the first byte of each, then the second ... of weights, two are 0. Each byte is a
+        character of windows-1252, but after `=` its bit 6 is inverted: HTML alters NUL and CR, and ends at `<`."""
+        planes = np.concatenate(self.arrays).view(np.uint8).reshape(-1, 4).T
+        deflate = zlib.compressobj(strategy=zlib.Z_RLE)  # there is little to find but runs of 0
+        packed = deflate.compress(planes.tobytes()) + deflate.flush()
+        return re.sub(rb"[\0\r<=]", lambda found: b"=%c" % (found[0][0] ^ 64), packed)
 
 
 class Recorder:
@@ -103,8 +99,7 @@ class Recorder:
                 for l, tensor in enumerate(whole) if row.stacked else [("", whole)]:
                     self.places[tensor.ctypes.data] = kind, name, l
                     if kind == "params":
-                        add = numbers.add_rounded if tensor.ndim > 1 else numbers.add
-                        self.stored[tensor.ctypes.data] = add(self.cut(tensor))
+                        self.stored[tensor.ctypes.data] = numbers.add(self.cut(tensor))
 
     def place(self, x):
         """(kind, name, layer) of an array, by its address; the layer is "" outside of layers."""
@@ -152,9 +147,10 @@ class Recorder:
             self.gradients[f"{name}|{l}"] = number
         self.newest[x.ctypes.data] = number
         has_batch = kind in ("acts", "scratch") or content.dtype.kind == "i"  # of one sequence
-        where = {} if by is not None else self.stored.get(x.ctypes.data) or self.numbers.add(content)
+        if (at := self.stored.get(x.ctypes.data)) is None and by is None:
+            at = self.numbers.add(content)
         self.tensors.append(dict(name=name or argument, layer=l, kind="gradient" if of else kind, by=by, arg=argument,
-                                 shape=content.shape[has_batch:], **where))
+                                 shape=content.shape[has_batch:], at=at))
         self.contents.append(content)
         return number
 
@@ -248,25 +244,32 @@ def film(path, inputs, targets, numbers):
     after each layer (layer 0: embedding), and attention, in steps of 1/32."""
     steps, frames = complete_checkpoints(path) if os.path.isdir(path) else [], []
     for i in sorted({round(x) for x in np.linspace(0, len(steps) - 1, MOST_FRAMES)}) if len(steps) > 1 else ():
-        model = load(checkpoint_paths(path, steps[i])[0])
+        model = load_rounded(checkpoint_paths(path, steps[i])[0])
         loss, acts = model.forward(inputs, targets), model.model.acts
         norms = [float(np.sqrt(np.square(x).mean())) for x in (acts.encoded, *acts.residual3)]
         frames.append(dict(step=steps[i], loss=loss, losses=acts.losses[0].tolist(), guesses=best(acts.probs[0], 3),
-                           norms=norms, att=numbers.add_rounded(np.rint(acts.att * 32) / 32)))
+                           norms=norms, att=numbers.add(np.rint(acts.att * 32) / 32)))
     return frames
+
+
+def load_rounded(path, **options):
+    model = load(path, **options)
+    weights = flat(model.model.params)
+    weights[...] = bf16_to_float32(bf16_bits(weights))
+    return model
 
 
 def look(path, prompt, tokenizer=""):
     """(the page's data, for JSON; its Numbers; the Recorder, for tests). Raises UserError for a prompt that is too
     short or too long, and for a model that is too large."""
-    opened = load(path, tokenizer=tokenizer)
+    opened = load_rounded(path, tokenizer=tokenizer)
     if not opened.tokenizer:
         raise UserError(f"{path}: no vocabulary is beside it: pass --tokenizer FILE")
     ids, model, config, architecture = opened.ids(prompt), opened.model, opened.config, type(opened.model)
     T, most = len(ids) - 1, min(MOST_TOKENS, opened.T)
     if not 2 <= T <= most:
         raise UserError(f"--prompt: {len(ids)} token{'s' * (T != 0)}, expected 3 to {most + 1}")
-    megabytes = table_elements(model.params.table) * 2 * 4 / 3 / 1e6  # in base64
+    megabytes = table_elements(model.params.table) * 1.4 / 1e6  # as bfloat16s, deflated
     if megabytes > MOST_MB:
         raise UserError(f"{path}: the page would have {megabytes:,.0f} MB, of at most {MOST_MB}: look at a smaller"
                         " model, like d4")
@@ -304,16 +307,16 @@ def look(path, prompt, tokenizer=""):
 
 
 def write_page(path, data, numbers):
-    """One file: the page, its style, its script, its data. In JSON, `<` would end the script."""
+    """One file: the page, its style, its script, its data. All but the numbers is ASCII; in JSON, `<` would end the
+    script."""
     page = "{page.html}"
     for name in ("page.html", "page.css", "formulas.js", "page.js"):
         with open(os.path.join(FOLDER, name), encoding="utf-8") as f:
             page = page.replace(f"{{{name}}}", f.read())
-    data["singles"] = sum(map(len, numbers.singles))
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    page = page.replace("{numbers}", numbers.text()).replace("{data}", text)
+    before, after = page.replace("{data}", text).encode("ascii", "backslashreplace").rsplit(b"{numbers}", 1)
     with replacing(path) as f:
-        f.write(page.encode())
+        f.write(before + numbers.text() + after)
 
 
 def main():

@@ -9,32 +9,28 @@ const list = (count, f) => Array.from({ length: count }, (_, i) => f(i));
 
 // ---- numbers --------------------------------------------------------------------------------------------------------
 
-let singles, halves;  // what look.py's Numbers holds
+let numbers;  // what look.py's Numbers holds, all float32
 async function unpack() {
-  const text = $("numbers").textContent;
-  const packed = Uint8Array.fromBase64?.(text) ?? Uint8Array.from(atob(text), c => c.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const buffer = await new Response(stream).arrayBuffer();
-  singles = new Float32Array(buffer, 0, data.singles);
-  halves = new Int16Array(buffer, 4 * data.singles);
+  const characters = new TextDecoder("windows-1252").decode(Uint8Array.from(list(256, byte => byte)));
+  const byteOf = new Uint8Array(65536), text = $("numbers").textContent, packed = new Uint8Array(text.length);
+  for (let byte = 0; byte < 256; byte++) byteOf[characters.charCodeAt(byte)] = byte;
+  let length = 0;
+  for (let i = 0; i < text.length; i++)
+    packed[length++] = text[i] === "=" ? text.charCodeAt(++i) ^ 64 : byteOf[text.charCodeAt(i)];
+  const stream = new Blob([packed.subarray(0, length)]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const planes = new Uint8Array(await new Response(stream).arrayBuffer()), count = planes.length / 4;
+  numbers = new Float32Array(count);
+  const all = new Uint8Array(numbers.buffer);
+  for (let i = 0; i < count; i++) for (let byte = 0; byte < 4; byte++) all[4 * i + byte] = planes[byte * count + i];
 }
-function stored({ at, largest }, size, width) {  // with largest: in 16 bits, and the largest of each row of this width
-  if (largest === undefined) return singles.subarray(at, at + size);
-  const numbers = new Float32Array(size);
-  for (let i = 0; i < size; i++) {
-    const root = halves[at + i] / 32767;
-    numbers[i] = root * Math.abs(root) * singles[largest + Math.floor(i / width)];
-  }
-  return numbers;
-}
+const stored = (at, size) => numbers.subarray(at, at + size);
 
 class Tensor {
   constructor(fields, number) {
     const [I, J = 1, K = 1] = fields.shape;
     Object.assign(this, fields, { number, size: I * J * K, strides: [J * K, K, 1] });
   }
-  get data() { return this.numbers ??= this.ints ?? (this.by === null ? stored(this, this.size, this.shape.at(-1))
-    : this.computed()); }
+  get data() { return this.numbers ??= this.by === null ? stored(this.at, this.size) : this.computed(); }
   computed() {
     const c = calls[this.by], [, formula, terms] = FORMULAS[c.f][this.arg], [I, J = 1, K = 1] = this.shape;
     if (terms) return product(c, terms, I, J);

@@ -298,7 +298,7 @@ function drawTraining() {
   const frames = data.film, n = Math.max(0, Math.min(frames.length - 1, state.given[0] ?? frames.length - 1));
   if (!frames.length) return [make("div", {}, words("h2", "Training, as a film"), words("p",
     "It needs a run with several checkpoints: train with -n 100 -o runs/mine, then look at runs/mine."))];
-  const frame = frames[n], att = stored(frame.att, data.L * data.NH * T * T, T);
+  const frame = frames[n], att = stored(frame.att, data.L * data.NH * T * T);
   const slider = make("input", { type: "range", id: "frame", min: 0, max: frames.length - 1, value: n,
     ariaLabel: "checkpoint" });
   slider.oninput = () => { history.replaceState(0, "", `#training//${slider.value}`); show(); $("frame").focus(); };
@@ -383,4 +383,5 @@ $("find").onchange = find;
 $("theme").onclick = changeTheme;
 addEventListener("hashchange", show);
 addEventListener("keydown", press);
-unpack().then(show);
+unpack().then(show, () =>
+  $("detail").append("Its bytes were changed: open it from the disk, or serve it without a charset."));
