@@ -143,16 +143,19 @@ class Recorder:
         """A new tensor, the gradient `of` (name, layer) or itself, written by call `by`; returns its number."""
         number, (kind, name, l) = len(self.tensors), self.place(x)
         if of:
-            name, l = of
+            kind, name, l = "gradient", *of
             self.gradients[f"{name}|{l}"] = number
         self.newest[x.ctypes.data] = number
-        has_batch = kind in ("acts", "scratch") or content.dtype.kind == "i"  # of one sequence
         if (at := self.stored.get(x.ctypes.data)) is None and by is None:
             at = self.numbers.add(content)
-        self.tensors.append(dict(name=name or argument, layer=l, kind="gradient" if of else kind, by=by, arg=argument,
-                                 shape=content.shape[has_batch:], at=at))
+        has_batch = self.place(x)[0] in ("acts", "scratch") or content.dtype.kind == "i"  # of one sequence
+        return self.describe(content, name=name or argument, layer=l, kind=kind, by=by, arg=argument, at=at,
+                             shape=content.shape[has_batch:])
+
+    def describe(self, content, **fields):
+        self.tensors.append(fields)
         self.contents.append(content)
-        return number
+        return len(self.tensors) - 1
 
     def gradient_of(self, name, arrays):
         """(name, layer) of the tensor whose gradient the argument `dname` is."""
@@ -208,11 +211,11 @@ def gradient_times_input(model, architecture, T, embedded):
     return depends
 
 
-def update(model, path, settings, numbers):
-    """The optimizer's update by this step's gradients: of each matrix, where the rows and columns that have the largest
-    moves cross; rate: AdamW's learning rate there, None where it is Muon. The moments are those of a run's newest
-    checkpoint, if there are; else it is a first update."""
-    optimizer, step, shown = model.optimizer, 0, {}
+def update(model, path, settings, recorder):
+    """The optimizer's update by this step's gradients, a call for each tensor. What it writes, for the page, is how far
+    it moves weights: of a matrix, where the rows and columns that have the largest moves cross. The moments are those
+    of a run's newest checkpoint, if there are; else it is a first update."""
+    optimizer, step, add = model.optimizer, 0, recorder.numbers.add
     rates, others = getattr(optimizer, "RATES", {}), getattr(optimizer, "MATRICES", ())
     steps = complete_checkpoints(path) if os.path.isdir(path) else []
     if steps and os.path.exists(state := checkpoint_paths(path, steps[-1])[1]):
@@ -228,13 +231,16 @@ def update(model, path, settings, numbers):
         for l in range(row.shape[0]) if row.stacked else ("",):
             parts = [x[l] if row.stacked else x[: model.config.V] if row.vocabulary else x for x in sources]
             size = np.atleast_2d(np.abs(parts[0]))
-            at = [np.sort(largest(size.max(1 - axis), MOST_ROWS)) for axis in range(2)][-parts[0].ndim :]
-            rate = None if name in others else settings.learning_rate * rates.get(name, 1.0)
-            shown[f"{name}|{l}"] = dict(at=[x.tolist() for x in at], rate=rate,
-                                        values=[numbers.add(x[np.ix_(*at)]) for x in parts])
+            whole = [np.sort(largest(size.max(1 - axis), MOST_ROWS)) for axis in range(2)][-parts[0].ndim :]
+            move, m, v = (x[np.ix_(*whole)] for x in parts)
+            number = recorder.describe(move, name=name, layer=l, kind="move", by=len(recorder.calls), arg="move",
+                                       at=add(move), shape=move.shape, whole=[x.tolist() for x in whole])
+            sizes = dict(rate=settings.learning_rate * rates.get(name, 1.0), m=add(m), v=add(v))
+            recorder.calls.append(dict(f="muon_update" if name in others else "adamw_update", ins={},
+                                       outs=dict(move=number), sizes=sizes))
     lengths = np.linalg.norm(moved.wte, axis=1)
     decay = settings.weight_decay * getattr(optimizer, "DECAY", 1.0) if settings.decay == "all" else 0.0
-    return dict(tensors=shown, step=step + 1, learning_rate=settings.learning_rate, beta1=settings.beta1,
+    return dict(step=step + 1, learning_rate=settings.learning_rate, beta1=settings.beta1,
                 beta2=settings.beta2, eps=settings.eps, weight_decay=decay, optimizer=type(optimizer).__name__,
                 embeddings=[[int(id), float(lengths[id])] for id in largest(lengths, 12)])
 
@@ -302,7 +308,7 @@ def look(path, prompt, tokenizer=""):
         path=path, title=architecture.TITLE, model=config.describe(), loss=loss, losses=losses, ids=ids.tolist(),
         L=config.L, NH=config.NH, calls=recorder.calls, forward=forward, gradients=recorder.gradients, source=source,
         tensors=recorder.tensors, guesses=guesses, depends=numbers.add(depends), vocabulary=words,
-        update=update(model, path, architecture.Settings(), numbers), film=film(path, inputs, targets, numbers),
+        update=update(model, path, architecture.Settings(), recorder), film=film(path, inputs, targets, numbers),
     ), numbers, recorder
 
 

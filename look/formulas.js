@@ -30,7 +30,7 @@ class Tensor {
     const [I, J = 1, K = 1] = fields.shape;
     Object.assign(this, fields, { number, size: I * J * K, strides: [J * K, K, 1] });
   }
-  get data() { return this.numbers ??= this.by === null ? stored(this.at, this.size) : this.computed(); }
+  get data() { return this.numbers ??= this.at === null ? this.computed() : stored(this.at, this.size); }
   computed() {
     const c = calls[this.by], [, formula, terms] = FORMULAS[c.f][this.arg], [I, J = 1, K = 1] = this.shape;
     if (terms) return product(c, terms, I, J);
@@ -44,30 +44,33 @@ class Tensor {
   num(i, j, k) { return this.data[this.flat(i, j, k)]; }
   get key() { return `${this.name}|${this.layer}`; }
   get isGradient() { return this.kind === "gradient"; }
-  get title() { return (this.isGradient ? "d" : "") + this.name; }
-  get isWeight() { return weights.has(this.name); }  // or a weight's gradient
+  get mode() { return { gradient: "backward", move: "update" }[this.kind] ?? "forward"; }
+  get title() { return PREFIX[this.mode] + this.name; }
+  get isWeight() { return weights.has(this.name); }  // or a weight's gradient, or its move
   get axes() {  // what its indices count
     const first = /^(wte|lm_head)/.test(this.name) ? "token" : this.name === "wpe" ? "position" : "output";
     if (this.isWeight) return this.shape.length > 1 ? [first, first === "output" ? "input" : "channel"] : ["channel"];
     return this.shape.length === 3 ? ["head", "position", "looks at"]
       : ["position", /^(logits|probs)$/.test(this.name) ? "token" : "channel"].slice(0, this.shape.length);
   }
-  inWords(axis, i) {
-    const what = this.axes[axis];
+  inWords(axis, index) {
+    const what = this.axes[axis], i = this.inWhole(axis, index);
     return what === "token" ? `token “${word(i)}”` : what === "head" ? `head ${i + 1}`
       : /position|looks at/.test(what) && i < T ? `${what} ${position(i)}` : `${what} ${i}`;
   }
-  href(index) {
-    return `#${this.isGradient ? "backward" : "forward"}/${this.key}/${index.join(",")}/${this.number}`;
-  }
+  inWhole(axis, i) { return this.whole ? this.whole[axis][i] : i; }  // of a move's tensor, rows and columns are shown
+  href(index) { return `#${this.mode}/${this.key}/${index.join(",")}/${this.number}`; }
 }
 
 const tensors = data.tensors.map((fields, number) => new Tensor(fields, number));
 const weights = new Set(tensors.filter(t => t.kind === "params").map(t => t.name));
-const newest = {};  // key -> the tensor after the forward pass
-for (const t of tensors) if (t.kind === "acts" || t.kind === "params") newest[t.key] = t;
+const PREFIX = { forward: "", backward: "d", update: "Δ" };
+const newest = {}, moves = {};  // key -> the tensor after the forward pass; how far the optimizer moves it
+for (const t of tensors)
+  if (t.kind === "move") moves[t.key] = t;
+  else if (t.kind === "acts" || t.kind === "params") newest[t.key] = t;
 const pick = numbers => Object.fromEntries(Object.entries(numbers).map(([name, number]) => [name, tensors[number]]));
-const gradients = pick(data.gradients);
+const shownIn = { forward: newest, backward: pick(data.gradients), update: moves };
 const calls = data.calls.map(({ f, ins, outs, sizes }) => {  // c.inp: its argument inp; c.ins.qkv: qkv before the call
   const { C, NH } = sizes, [before, after] = [pick(ins), pick(outs)];
   return { HS: C / NH, NKV: NH, eps: 1e-5, ...sizes, ...after, ...before, f, ins: before, outs: after };
@@ -248,6 +251,29 @@ const rotation = (mark, arg, sign) => [mark, (c, e, t, j) => {
   return j % 2 ? e.is("a sin + b cos", a * sin + b * cos) : e.is("a cos − b sin", a * cos - b * sin);
 }];
 
+// ---- the optimizers -------------------------------------------------------------------------------------------------
+
+function weightAndMoments(c, e, index) {  // the weight and its gradient, which are shown, too -> [weight, m, v]
+  const whole = index.map((i, axis) => c.move.inWhole(axis, i)), at = c.move.flat(...index);
+  const weight = e.of(newest[c.move.key], ...whole);
+  e.of(shownIn.backward[c.move.key], ...whole);
+  return [weight, stored(c.m + at, 1)[0], stored(c.v + at, 1)[0]];
+}
+function movedByAdamW(c, e, ...index) {
+  const u = data.update, [weight, m, v] = weightAndMoments(c, e, index);
+  e.is(`m, the running mean of the gradient: m += ${say(1 - u.beta1)} (gradient − m)`, m);
+  e.is(`v, the running mean of its square: v += ${say(1 - u.beta2)} (gradient² − v)`, v);
+  const a = e.is(`m, as if it had not begun at 0: m / (1 − ${u.beta1}^${u.step})`, m / (1 - u.beta1 ** u.step));
+  const b = e.is(`v likewise: v / (1 − ${u.beta2}^${u.step})`, v / (1 - u.beta2 ** u.step));
+  const step = e.is(`that m / (√ of that v + ${u.eps})`, a / (Math.sqrt(b) + u.eps));
+  const decay = e.is(`weight decay, ${u.weight_decay} × the weight`, u.weight_decay * weight);
+  return e.is(`−${say(c.rate)} × the sum of both`, -c.rate * (step + decay));
+}
+function movedByMuon(c, e, ...index) {
+  weightAndMoments(c, e, index);
+  return e.is("Muon makes all directions of m, a running mean of the gradient, equally long", c.move.num(...index));
+}
+
 // ---- the table ------------------------------------------------------------------------------------------------------
 
 const positionsOf = {};  // token -> where it is in the prompt
@@ -351,28 +377,11 @@ const FORMULAS = {
       return e.is("probability − that", p - came) * e.of(c.dlosses, t);
     }],
   },
+  adamw_update: { move: ["p -= t", movedByAdamW] }, muon_update: { move: ["param -= u", movedByMuon] },
 };
 
 function explain(tensor, index) {  // -> Explanation with .value, and the line's .f and .mark; null: no call wrote it
   if (tensor.by === null) return null;
   const c = calls[tensor.by], [mark, formula] = FORMULAS[c.f][tensor.arg], e = new Explanation();
   return Object.assign(e, { value: formula(c, e, ...index), f: c.f, mark: mark.call ? mark(c, ...index) : mark });
-}
-
-function explainMove(key, k) {  // the optimizer's move of the k-th weight that is shown
-  const u = data.update, { index, moved, m, v, rate } = moves(key), e = new Explanation();
-  const w = e.of(newest[key], ...index(k));
-  e.of(gradients[key], ...index(k));
-  if (rate === null) {
-    const value = e.is("Muon makes all directions of m, a running mean of the gradient, equally long", moved[k]);
-    return Object.assign(e, { value, f: "muon_update", mark: "param -= u" });
-  }
-  e.is(`m, the running mean of the gradient: m += ${say(1 - u.beta1)} (gradient − m)`, m[k]);
-  e.is(`v, the running mean of its square: v += ${say(1 - u.beta2)} (gradient² − v)`, v[k]);
-  const a = e.is(`m, as if it had not begun at 0: m / (1 − ${u.beta1}^${u.step})`, m[k] / (1 - u.beta1 ** u.step));
-  const b = e.is(`v likewise: v / (1 − ${u.beta2}^${u.step})`, v[k] / (1 - u.beta2 ** u.step));
-  const step = e.is(`that m / (√ of that v + ${u.eps})`, a / (Math.sqrt(b) + u.eps));
-  const decay = e.is(`weight decay, ${u.weight_decay} × the weight`, u.weight_decay * w);
-  const value = e.is(`−${say(rate)} × the sum of both`, -rate * (step + decay));
-  return Object.assign(e, { value, f: "adamw_update", mark: "p -= t" });
 }
