@@ -23,7 +23,7 @@ import zlib
 
 import numpy as np
 
-from llmc.api import load
+from llmc.api import load, pages
 from llmc.checkpoint import owned_by_one, read_optimizer_state
 from llmc.errors import Parser, UserError, run_main
 from llmc.files import replacing
@@ -38,11 +38,10 @@ same = functools.partial(np.array_equal, equal_nan=True)
 
 
 @contextlib.contextmanager
-def watching(architecture, call):
-    """Within the block, the layers' functions of the architecture's pages run as call(function, arguments)."""
-    modules = {page.__module__: sys.modules[page.__module__] for page in architecture.__mro__[:-1]}
-    found = [(module, name, f) for module in modules.values() for name, f in vars(module).items()
-             if re.fullmatch(r"\w+_(forward|backward)", name) and inspect.isfunction(f)]
+def watching(call):
+    """Within the block, the layers' functions run as call(function, arguments): of all trainers, as they share some."""
+    found = [(module, name, f) for module in (sys.modules[page.__module__] for page in pages())
+             for name, f in vars(module).items() if re.fullmatch(r"\w+_(forward|backward)", name)]
     running = []
 
     def watch(f):
@@ -193,21 +192,22 @@ def guesses_after_layers(model, calls):
     return found
 
 
-def gradient_times_input(model, architecture, T, embedded):
+def gradient_times_input(model, T, embedded):
     """(T, T): how much the loss at position t (row) depends on the token at t2: the gradient with respect to its
     embedding (1,T,C), times the embedding."""
-    depends = np.zeros((T, T), np.float32)
+    depends, activations = np.zeros((T, T), np.float32), model.acts.buffer.copy()
 
-    def call(t, f, arguments):
+    def call(f, arguments):
         if f.__name__ == "crossentropy_softmax_backward":
             arguments["dlosses"][...] = np.arange(T) == t
         if f.__name__ == "encoder_backward":
             depends[t] = np.vecdot(arguments["dout"][0], embedded[0])
         f(**arguments)
 
-    for t in range(T):
-        with watching(architecture, functools.partial(call, t)):
+    with watching(call):
+        for t in range(T):
             model.backward()
+            model.acts.buffer[...] = activations  # a speed run's backward pass overwrites some
     return depends
 
 
@@ -292,12 +292,12 @@ def look(path, prompt, tokenizer=""):
         calls.append((f, arguments))
         recorder.record(f, arguments)
 
-    with watching(architecture, record):
+    with watching(record):
         loss, forward = model.forward(inputs, targets), len(calls)
     losses = model.acts.losses[0].tolist()
     guesses, embedded = guesses_after_layers(model, calls), calls[0][1]["out"]
-    depends = gradient_times_input(model, architecture, T, embedded)
-    with watching(architecture, record):
+    depends = gradient_times_input(model, T, embedded)
+    with watching(record):
         model.backward()
     optimizer = vars(sys.modules[type(model.optimizer).__module__])
     functions = {f for f, _ in calls} | {f for name, f in optimizer.items() if name in ("adamw_update", "muon_update")}
