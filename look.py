@@ -12,7 +12,6 @@ no network.
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
 import contextlib
-import functools
 import inspect
 import json
 import os
@@ -32,9 +31,6 @@ from llmc.tensors import bf16_bits, bf16_to_float32, flat, table_elements, views
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "look")
 MOST_TOKENS, MOST_MB, MOST_FRAMES, MOST_ROWS = 64, 32, 12, 32
-
-
-same = functools.partial(np.array_equal, equal_nan=True)
 
 
 @contextlib.contextmanager
@@ -83,14 +79,18 @@ class Numbers:
         return re.sub(rb"[\0\r<=]", lambda found: b"=%c" % (found[0][0] ^ 64), packed)
 
 
+def same(x, y):
+    return np.array_equal(x, y, equal_nan=True)
+
+
 class Recorder:
     """The calls of a step, and the tensors that they read and write. A buffer that is written anew is a new tensor."""
 
-    def __init__(self, model, numbers):
-        self.tensors, self.contents, self.calls = [], [], []  # tensors: what the page is told of each
-        self.gradients, self.outputs = {}, {}  # "name|layer" -> the number of its gradient; what a call with inp wrote
-        self.newest, self.places, self.stored = {}, {}, {}  # by address
-        self.numbers, self.V, self.table = numbers, model.config.V, model.params.table
+    def __init__(self, model):
+        self.tensors, self.calls, self.numbers = [], [], Numbers()  # what the page is told
+        self.contents, self.arguments = [], []  # of each tensor, of each call
+        self.gradients, self.forward = {}, {}  # "name|layer" -> its gradient's number; layer -> arrays of its calls
+        self.newest, self.places, self.V, self.table = {}, {}, model.config.V, model.params.table  # by address: two
         for kind in ("params", "grads", "acts", "scratch"):
             tensors = getattr(model, kind)
             for name, row in tensors.table.items():
@@ -98,14 +98,11 @@ class Recorder:
                 for l, tensor in enumerate(whole) if row.stacked else [("", whole)]:
                     self.places[tensor.ctypes.data] = kind, name, l
                     if kind == "params":
-                        self.stored[tensor.ctypes.data] = numbers.add(self.cut(tensor))
+                        self.add(tensor, self.cut(tensor).copy(), name)
 
     def place(self, x):
         """(kind, name, layer) of an array, by its address; the layer is "" outside of layers."""
         return self.places.get(x.ctypes.data, ("", "", ""))
-
-    def key(self, x):
-        return "{1}|{2}".format(*self.place(x))
 
     def cut(self, x):
         """Without the rows that pad the vocabulary."""
@@ -124,48 +121,39 @@ class Recorder:
                 written[name] = x.ctypes.data
         ins = {name: self.newest[x.ctypes.data] if self.is_known(x, before[name]) else self.add(x, before[name], name)
                for name, x in arrays.items() if name not in written or self.is_known(x, before[name])}
-        pair = f.__name__.rsplit("_", 1)[0], self.key(arrays["inp"]) if "inp" in arrays else ""
-        is_forward = f.__name__.endswith("_forward")
-        if is_forward:
-            self.outputs[pair] = self.key(arrays[next(iter(written))])
-        elif "dout" in ins and pair in self.outputs:  # of a sum's terms, to which the sum's gradient is handed on
-            self.gradients.setdefault(self.outputs[pair], ins["dout"])
-        of = {name: None if is_forward else self.gradient_of(name, arrays) for name in written}
-        outs = {name: self.add(arrays[name], self.cut(arrays[name]).copy(), name, of[name], number) for name in written}
+        layer, _, direction = f.__name__.rpartition("_")
+        calls, of = self.forward.setdefault(layer, []), dict.fromkeys(written)  # gradient -> (name, layer) of what
+        if direction == "forward":
+            calls.append(arrays)
+        else:  # the backward pass goes back through the forward calls
+            forward = calls.pop() if calls else {}
+            for name in written:
+                of[name] = self.place(forward[name[1:]])[1:] if name[1:] in forward else (name[1:], "")
+            if "dout" in ins and forward:  # of a sum's terms, to which the sum's gradient is handed on
+                self.gradients.setdefault("{1}|{2}".format(*self.place(forward["out"])), ins["dout"])
+        outs = {name: self.add(x := arrays[name], self.cut(x).copy(), name, number, of[name]) for name in written}
         sizes = {name: x for name, x in arguments.items() if isinstance(x, (int, float))}
         self.calls.append(dict(f=f.__name__, ins=ins, outs=outs, sizes=sizes))
+        self.arguments.append((f, arguments))
 
     def is_known(self, x, content):
         return x.ctypes.data in self.newest and same(self.contents[self.newest[x.ctypes.data]], content)
 
-    def add(self, x, content, argument, of=None, by=None):
-        """A new tensor, the gradient `of` (name, layer) or itself, written by call `by`; returns its number."""
-        number, (kind, name, l) = len(self.tensors), self.place(x)
+    def add(self, x, content, argument, by=None, of=None):
+        """A new tensor, written by call `by`, the gradient `of` (name, layer) or itself; returns its number."""
+        kind, name, l = self.place(x)
+        shape = content.shape[kind in ("acts", "scratch") or content.dtype.kind == "i" :]  # of a batch of one
+        self.newest[x.ctypes.data] = len(self.tensors)
         if of:
             kind, name, l = "gradient", *of
-            self.gradients[f"{name}|{l}"] = number
-        self.newest[x.ctypes.data] = number
-        if (at := self.stored.get(x.ctypes.data)) is None and by is None:
-            at = self.numbers.add(content)
-        has_batch = self.place(x)[0] in ("acts", "scratch") or content.dtype.kind == "i"  # of one sequence
-        return self.describe(content, name=name or argument, layer=l, kind=kind, by=by, arg=argument, at=at,
-                             shape=content.shape[has_batch:])
+            self.gradients[f"{name}|{l}"] = len(self.tensors)
+        return self.describe(content, name=name or argument, layer=l, kind=kind, by=by, arg=argument, shape=shape,
+                             at=self.numbers.add(content) if by is None else None)
 
     def describe(self, content, **fields):
         self.tensors.append(fields)
         self.contents.append(content)
         return len(self.tensors) - 1
-
-    def gradient_of(self, name, arrays):
-        """(name, layer) of the tensor whose gradient the argument `dname` is."""
-        if self.place(arrays[name])[0] == "grads":
-            return self.place(arrays[name])[1:]
-        if name[1:] in arrays:
-            return self.place(arrays[name[1:]])[1:]
-        layers = [self.place(x)[2] for x in arrays.values()]
-        if arrays[name].ctypes.data in self.newest:
-            layers.append(self.tensors[self.newest[arrays[name].ctypes.data]]["layer"])
-        return name[1:], next((l for l in layers if l != ""), "")
 
 
 def largest(x, count):
@@ -195,20 +183,20 @@ def guesses_after_layers(model, calls):
 def gradient_times_input(model, T, embedded):
     """(T, T): how much the loss at position t (row) depends on the token at t2: the gradient with respect to its
     embedding (1,T,C), times the embedding."""
-    depends, activations = np.zeros((T, T), np.float32), model.acts.buffer.copy()
+    depends, activations = [], model.acts.buffer.copy()
 
     def call(f, arguments):
         if f.__name__ == "crossentropy_softmax_backward":
-            arguments["dlosses"][...] = np.arange(T) == t
+            arguments["dlosses"][...] = np.arange(T) == len(depends)
         if f.__name__ == "encoder_backward":
-            depends[t] = np.vecdot(arguments["dout"][0], embedded[0])
+            depends.append(np.vecdot(arguments["dout"][0], embedded[0]))
         f(**arguments)
 
     with watching(call):
-        for t in range(T):
+        for _ in range(T):
             model.backward()
             model.acts.buffer[...] = activations  # a speed run's backward pass overwrites some
-    return depends
+    return np.array(depends)
 
 
 def update(model, path, settings, recorder):
@@ -240,8 +228,8 @@ def update(model, path, settings, recorder):
                                        outs=dict(move=number), sizes=sizes))
     lengths = np.linalg.norm(moved.wte, axis=1)
     decay = settings.weight_decay * getattr(optimizer, "DECAY", 1.0) if settings.decay == "all" else 0.0
-    return dict(step=step + 1, learning_rate=settings.learning_rate, beta1=settings.beta1,
-                beta2=settings.beta2, eps=settings.eps, weight_decay=decay, optimizer=type(optimizer).__name__,
+    return dict({name: getattr(settings, name) for name in ("learning_rate", "beta1", "beta2", "eps")}, step=step + 1,
+                weight_decay=decay, optimizer=type(optimizer).__name__,
                 embeddings=[[int(id), float(lengths[id])] for id in largest(lengths, 12)])
 
 
@@ -266,8 +254,8 @@ def load_rounded(path, **options):
 
 
 def look(path, prompt, tokenizer=""):
-    """(the page's data, for JSON; its Numbers; the Recorder, for tests). Raises UserError for a prompt that is too
-    short or too long, and for a model that is too large."""
+    """(the page's data, for JSON; the Recorder, with its numbers). Raises UserError for a prompt that is too short or
+    too long, and for a model that is too large."""
     opened = load_rounded(path, tokenizer=tokenizer)
     if not opened.tokenizer:
         raise UserError(f"{path}: no vocabulary is beside it: pass --tokenizer FILE")
@@ -284,37 +272,29 @@ def look(path, prompt, tokenizer=""):
     model.acts = views(architecture.activation_table(config, 1, T), model.activations_buffer)
     for tensors in (model.acts, model.scratch):
         flat(tensors).fill(np.nan)  # so that whatever is written differs from it
-    calls, numbers = [], Numbers()
-    recorder = Recorder(model, numbers)
-    inputs, targets = ids[None, :-1], ids[None, 1:]
-
-    def record(f, arguments):
-        calls.append((f, arguments))
-        recorder.record(f, arguments)
-
-    with watching(record):
-        loss, forward = model.forward(inputs, targets), len(calls)
-    losses = model.acts.losses[0].tolist()
-    guesses, embedded = guesses_after_layers(model, calls), calls[0][1]["out"]
-    depends = gradient_times_input(model, T, embedded)
-    with watching(record):
+    recorder, inputs, targets = Recorder(model), ids[None, :-1], ids[None, 1:]
+    with watching(recorder.record):
+        loss = model.forward(inputs, targets)
+    forward, losses = len(recorder.calls), model.acts.losses[0].tolist()
+    guesses = guesses_after_layers(model, recorder.arguments)
+    depends = gradient_times_input(model, T, embedded=recorder.arguments[0][1]["out"])
+    with watching(recorder.record):
         model.backward()
-    optimizer = vars(sys.modules[type(model.optimizer).__module__])
-    functions = {f for f, _ in calls} | {f for name, f in optimizer.items() if name in ("adamw_update", "muon_update")}
+    optimizer, updates = vars(sys.modules[type(model.optimizer).__module__]), ("adamw_update", "muon_update")
+    functions = {f for f, _ in recorder.arguments} | {f for name, f in optimizer.items() if name in updates}
     source = {f.__name__: dict(text=inspect.getsource(f), line=inspect.getsourcelines(f)[1],
                                file=os.path.basename(inspect.getsourcefile(f))) for f in functions}
-    words = [opened.tokenizer.decode([id]) for id in range(config.V)]
+    words, numbers = [opened.tokenizer.decode([id]) for id in range(config.V)], recorder.numbers
     return dict(
         path=path, title=architecture.TITLE, model=config.describe(), loss=loss, losses=losses, ids=ids.tolist(),
         L=config.L, NH=config.NH, calls=recorder.calls, forward=forward, gradients=recorder.gradients, source=source,
         tensors=recorder.tensors, guesses=guesses, depends=numbers.add(depends), vocabulary=words,
         update=update(model, path, architecture.Settings(), recorder), film=film(path, inputs, targets, numbers),
-    ), numbers, recorder
+    ), recorder
 
 
 def write_page(path, data, numbers):
-    """One file: the page, its style, its script, its data. All but the numbers is ASCII; in JSON, `<` would end the
-    script."""
+    """One file: the page, its style and its script, in ASCII, its data, in which `<` would end the script, numbers."""
     page = "{page.html}"
     for name in ("page.html", "page.css", "formulas.js", "page.js"):
         with open(os.path.join(FOLDER, name), encoding="utf-8") as f:
@@ -333,8 +313,8 @@ def main():
     parser.add_argument("-o", "--output", default="look.html", help="the page to write (default: %(default)s)")
     parser.add_argument("--open", type=int, choices=(0, 1), default=1, help="1: open it in a browser (the default)")
     args = parser.parse_args()
-    data, numbers, _ = look(args.model, args.prompt, args.tokenizer)
-    write_page(args.output, data, numbers)
+    data, recorder = look(args.model, args.prompt, args.tokenizer)
+    write_page(args.output, data, recorder.numbers)
     print(f"{args.output}: {os.path.getsize(args.output) / 1e6:.1f} MB, loss {data['loss']:.4f}")
     if args.open:
         webbrowser.open("file://" + os.path.abspath(args.output))

@@ -43,7 +43,6 @@ class Tensor {
   flat(i, j = 0, k = 0) { return this.strides[0] * i + this.strides[1] * j + this.strides[2] * k; }
   num(i, j, k) { return this.data[this.flat(i, j, k)]; }
   get key() { return `${this.name}|${this.layer}`; }
-  get isGradient() { return this.kind === "gradient"; }
   get mode() { return { gradient: "backward", move: "update" }[this.kind] ?? "forward"; }
   get title() { return PREFIX[this.mode] + this.name; }
   get isWeight() { return weights.has(this.name); }  // or a weight's gradient, or its move
@@ -53,22 +52,21 @@ class Tensor {
     return this.shape.length === 3 ? ["head", "position", "looks at"]
       : ["position", /^(logits|probs)$/.test(this.name) ? "token" : "channel"].slice(0, this.shape.length);
   }
+  inWhole(index) { return index.map((i, axis) => this.whole?.[axis][i] ?? i); }  // a move has some rows and columns
+  label(index) { return `${this.title}[${this.inWhole(index).join(", ")}]`; }
   inWords(axis, index) {
-    const what = this.axes[axis], i = this.inWhole(axis, index);
+    const what = this.axes[axis], i = this.inWhole(index)[axis];
     return what === "token" ? `token “${word(i)}”` : what === "head" ? `head ${i + 1}`
       : /position|looks at/.test(what) && i < T ? `${what} ${position(i)}` : `${what} ${i}`;
   }
-  inWhole(axis, i) { return this.whole ? this.whole[axis][i] : i; }  // of a move's tensor, rows and columns are shown
   href(index) { return `#${this.mode}/${this.key}/${index.join(",")}/${this.number}`; }
 }
 
 const tensors = data.tensors.map((fields, number) => new Tensor(fields, number));
 const weights = new Set(tensors.filter(t => t.kind === "params").map(t => t.name));
 const PREFIX = { forward: "", backward: "d", update: "Δ" };
-const newest = {}, moves = {};  // key -> the tensor after the forward pass; how far the optimizer moves it
-for (const t of tensors)
-  if (t.kind === "move") moves[t.key] = t;
-  else if (t.kind === "acts" || t.kind === "params") newest[t.key] = t;
+const keyed = kinds => Object.fromEntries(tensors.filter(t => kinds.includes(t.kind)).map(t => [t.key, t]));
+const newest = keyed(["params", "acts"]), moves = keyed(["move"]);  // as the forward pass left them; the optimizer's
 const pick = numbers => Object.fromEntries(Object.entries(numbers).map(([name, number]) => [name, tensors[number]]));
 const shownIn = { forward: newest, backward: pick(data.gradients), update: moves };
 const calls = data.calls.map(({ f, ins, outs, sizes }) => {  // c.inp: its argument inp; c.ins.qkv: qkv before the call
@@ -79,9 +77,8 @@ const calls = data.calls.map(({ f, ins, outs, sizes }) => {  // c.inp: its argum
 const word = id => JSON.stringify(data.vocabulary[id]).slice(1, -1);
 const position = t => `${t} “${word(inputs[t])}”`;
 function say(x) {  // three digits
-  if (x === 0 || !isFinite(x)) return String(x).replace("-", "−");
-  const size = Math.abs(x), shown = size < 1e-3 || size >= 1e5 ? x.toExponential(2) : x.toPrecision(3);
-  return shown.replace(/-/g, "−");
+  const size = Math.abs(x), isPlain = size >= 1e-3 && size < 1e5 || x === 0 || !isFinite(x);
+  return (x === 0 ? "0" : isPlain ? x.toPrecision(3) : x.toExponential(2)).replaceAll("-", "−");
 }
 
 // ---- arithmetic: what the formulas are made of ----------------------------------------------------------------------
@@ -128,22 +125,18 @@ function product(c, terms, I, J) {
 
 class Explanation extends Arithmetic {  // also remembers each part
   parts = [];
-  of(tensor, ...index) {
-    this.parts.push({ tensor, index, value: tensor.num(...index) });
-    return tensor.num(...index);
+  add(part) {
+    this.parts.push(part);
+    return part.value;
   }
-  is(words, value) {
-    this.parts.push({ words, value });
-    return value;
-  }
+  of(tensor, ...index) { return this.add({ tensor, index, value: tensor.num(...index) }); }
+  is(words, value) { return this.add({ words, value }); }
   sum(words, count, ...factors) {
     const rows = list(count, i => factors.map(([tensor, axis, ...start]) => {
       const index = start.with(axis, start[axis] + i);
-      return { tensor, index, label: tensor.inWords(axis, index[axis]), value: tensor.num(...index) };
+      return { tensor, index, label: tensor.inWords(axis, index), value: tensor.num(...index) };
     }));
-    const value = super.sum(words, count, ...factors);
-    this.parts.push({ words, rows, value });
-    return value;
+    return this.add({ words, rows, value: super.sum(words, count, ...factors) });
   }
 }
 
@@ -254,7 +247,7 @@ const rotation = (mark, arg, sign) => [mark, (c, e, t, j) => {
 // ---- the optimizers -------------------------------------------------------------------------------------------------
 
 function weightAndMoments(c, e, index) {  // the weight and its gradient, which are shown, too -> [weight, m, v]
-  const whole = index.map((i, axis) => c.move.inWhole(axis, i)), at = c.move.flat(...index);
+  const whole = c.move.inWhole(index), at = c.move.flat(...index);
   const weight = e.of(newest[c.move.key], ...whole);
   e.of(shownIn.backward[c.move.key], ...whole);
   return [weight, stored(c.m + at, 1)[0], stored(c.v + at, 1)[0]];

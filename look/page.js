@@ -2,14 +2,14 @@
 
 // ---- pictures: { rows, columns, number(row, column), low, high, full } ----------------------------------------------
 
-const isDark = () => (document.documentElement.style.colorScheme
-  || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+const { style } = document.documentElement;
+style.colorScheme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 
 function palette() {  // 511 colors, orange for negative to blue for positive: the color-blind tell them apart, too
-  const [low, middle, high] = isDark() ? [[255, 150, 60], [32, 34, 40], [110, 185, 255]]
+  const [low, middle, high] = style.colorScheme === "dark" ? [[255, 150, 60], [32, 34, 40], [110, 185, 255]]
     : [[179, 88, 6], [250, 249, 246], [5, 80, 160]];
-  const ends = [low, high].map(end => end.map((x, channel) => x - middle[channel]));
-  return list(511, i => middle.map((x, channel) => x + ends[+(i > 255)][channel] * Math.abs(i - 255) / 255));
+  return list(511, i => middle.map((x, channel) =>
+    x + ((i > 255 ? high : low)[channel] - x) * Math.abs(i - 255) / 255));
 }
 let colors = palette();
 const clamp = (x, most) => Math.max(0, Math.min(most, Math.floor(x) || 0));
@@ -59,9 +59,8 @@ const words = (tag, textContent) => make(tag, { textContent });
 const cells = (tag, all) => make("tr", {}, ...all.map(x => x.tagName === "TD" ? x : make(tag, {}, x)));
 const table = (rows, heads = []) =>
   make("div", { className: "scroll" }, make("table", {}, cells("th", heads), ...rows.map(row => cells("td", row))));
-const link = (tensor, index, text = `${tensor.title}[${wholeIndex(tensor, index)}]${ofLayer(tensor.layer)}`) =>
+const link = (tensor, index, text = tensor.label(index) + ofLayer(tensor.layer)) =>
   make("a", { href: tensor.href(index), textContent: text });
-const wholeIndex = (tensor, index) => index.map((i, axis) => tensor.inWhole(axis, i)).join(", ");
 const largest = (all, count, number) =>  // its numbers are the largest, positive or negative
   all.toSorted((a, b) => Math.abs(number(b)) - Math.abs(number(a))).slice(0, count);
 const tokens = inputs.map(id => [word(id), 1]);  // labels: words, and how many rows or columns each is for
@@ -80,8 +79,7 @@ function bigPicture(picture, [row, column], choose, ariaLabel, above = [], besid
   const across = wide > 2 ? Math.min(28, Math.floor(wide)) : wide;
   const canvas = Object.assign(draw(picture), { role: "img", ariaLabel });
   canvas.style = `width:${columns * across}px;height:${rows * up}px`;
-  canvas.onclick = ({ offsetX: x, offsetY: y }) =>
-    choose(clamp(y / up, rows - 1), clamp(x / across, columns - 1));
+  canvas.onclick = event => choose(clamp(event.offsetY / up, rows - 1), clamp(event.offsetX / across, columns - 1));
   const legend = draw({ rows: 1, columns: 256, number: (r, c) => least + (full - least) * c / 255, full });
   legend.className = "legend";
   const chosen = make("i", { style: `left:${column * across - 2}px;top:${row * up - 2}px;width:${
@@ -159,8 +157,8 @@ function drawMap() {  // the calls of the forward pass, a box a layer, the last 
   for (const c of calls.slice(0, data.forward)) {
     const outs = Object.values(c.outs), { layer } = outs[0];
     if (groups.at(-1)?.layer !== layer) groups.push({ layer, boxes: [] });
-    const read = Object.values(c.ins).filter(x => x.isWeight), shown = [...outs, ...read].filter(x =>
-      shownIn[mode][x.key]);
+    const read = Object.values(c.ins).filter(x => x.isWeight);
+    const shown = [...outs, ...read].filter(x => shownIn[mode][x.key]);
     if (shown.length) groups.at(-1).boxes.push(make("div", { className: "call" },
       words("span", c.f.replace("_forward", "")),
       make("div", { className: "tiles" }, ...shown.map(x => tile(x.key, mode)))));
@@ -205,8 +203,8 @@ function drawDetail() {
     ...(tensor.whole ? [] : [make("p", { className: "index" }, ...index.map((i, axis) => make("label", {},
       `${tensor.axes[axis]} `, make("input", { type: "number", value: i, min: 0, max: tensor.shape[axis] - 1,
         onchange: event => go(mode, key, index.with(axis, +event.target.value)) }))))]),
-    make("p", {}, `${tensor.title}[${wholeIndex(tensor, index)}], `
-      + `${index.map((i, axis) => tensor.inWords(axis, i)).join(", ")}: `, words("output", say(tensor.num(...index)))),
+    make("p", {}, [tensor.label(index), ...index.map((_, axis) => tensor.inWords(axis, index))].join(", "), ": ",
+      words("output", say(tensor.num(...index)))),
     ...(e ? howMade(e) : [words("p", tensor.isWeight ? "Training made this weight." : "It is given.")])];
 }
 
@@ -234,10 +232,7 @@ function introduction() {
     + " the line of the trainer that makes it. Arrow keys move, Escape goes up, / finds a tensor. In the prompt,"
     + " blue was expected."),
   words("p", `The loss is ${say(data.loss)}, the mean over the positions:`),
-  table(data.losses.map((loss, t) => {
-    const [id, p] = data.guesses.at(-1)[t][0], linked = link(newest["losses|"], [t], say(loss));
-    return [position(t), `“${word(targets[t])}”`, say(Math.exp(-loss)), linked, `“${word(id)}” ${say(p)}`];
-  }), ["after", "came", "probability", "loss", "best guess"])];
+  outcomes(data.losses, data.guesses.at(-1), (loss, t) => link(newest["losses|"], [t], say(loss)))];
 }
 
 function drawAttention() {
@@ -259,6 +254,10 @@ const shade = (p, most, paper) => `background:color-mix(in srgb, var(--accent) $
 const guess = ([id, p], target) => make("td", { className: id === target ? "guess right" : "guess",
   textContent: `${word(id)} ${Math.round(100 * p)}%`, style: shade(p, 50, "transparent") });
 
+const outcomes = (losses, guesses, cell = say) => table(losses.map((loss, t) => [position(t), `“${word(targets[t])}”`,
+  say(Math.exp(-loss)), cell(loss, t), ...guesses[t].slice(0, 3).map(x => guess(x, targets[t]))]),
+["after", "came", "probability", "loss", "best guesses"]);
+
 function drawGuesses() {
   const t = state.position = clamp(state.given[0], T - 1);
   const depends = stored(data.depends, T * T).subarray(t * T, t * T + t + 1);
@@ -276,10 +275,10 @@ function drawGuesses() {
 }
 
 function drawTraining() {
-  const frames = data.film, n = clamp(state.given[0] ?? frames.length - 1, frames.length - 1);
-  if (!frames.length) return [make("div", {}, words("h2", "Training, as a film"), words("p",
+  const frames = data.film, n = clamp(state.given[0] ?? frames.length - 1, frames.length - 1), frame = frames[n];
+  if (!frame) return [make("div", {}, words("h2", "Training, as a film"), words("p",
     "It needs a run with several checkpoints: train with -n 100 -o runs/mine, then look at runs/mine."))];
-  const frame = frames[n], att = stored(frame.att, data.L * data.NH * T * T);
+  const att = stored(frame.att, data.L * data.NH * T * T);
   const slider = make("input", { type: "range", id: "frame", min: 0, max: frames.length - 1, value: n,
     ariaLabel: "checkpoint" });
   slider.oninput = () => { history.replaceState(0, "", `#training//${slider.value}`); show(); $("frame").focus(); };
@@ -290,8 +289,7 @@ function drawTraining() {
     words("p", "It is the loss of this prompt alone, which may rise while that of the training text falls. Size is the"
       + " residual stream's root mean square."),
     headGrid((l, h, r, c) => att[((l * data.NH + h) * T + r) * T + c], () => {})),
-  make("div", {}, table(inputs.map((_, t) => [position(t), `“${word(targets[t])}”`, say(frame.losses[t]),
-    ...frame.guesses[t].map(x => guess(x, targets[t]))]), ["after", "came", "loss", "guesses"]))];
+  make("div", {}, outcomes(frame.losses, frame.guesses))];
 }
 
 function drawPrompt() {  // the likelier a token's successor was, the bluer
@@ -349,7 +347,7 @@ function find({ target }) {
 }
 
 function changeTheme() {
-  document.documentElement.style.colorScheme = isDark() ? "light" : "dark";
+  style.colorScheme = style.colorScheme === "dark" ? "light" : "dark";
   colors = palette();
   $("map").className = "";  // draw it anew
   show();

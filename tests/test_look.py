@@ -30,7 +30,7 @@ def run(workplace, run_here):
     return train
 
 
-LOOKED = {}  # architecture -> (look's data, its numbers, the Recorder), of a run that is made once
+LOOKED = {}  # architecture -> (look's data, the Recorder), of a run that is made once
 
 
 @pytest.fixture(params=(GPT2, Llama3, Speedrun), ids=("GPT-2", "Llama", "speedrun"))
@@ -38,8 +38,8 @@ def open_page(request, run, tmp_path):
     """open_page(width) writes and opens the page: (its Page, look's data, the Recorder). It logs no error."""
     if request.param not in LOOKED:
         LOOKED[request.param] = look.look(run(request.param), PROMPT)
-    data, numbers, recorder = LOOKED[request.param]
-    look.write_page("look.html", data, numbers)
+    data, recorder = LOOKED[request.param]
+    look.write_page("look.html", data, recorder.numbers)
     errors = []
     with playwright.sync_playwright() as p:
         browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
