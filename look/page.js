@@ -231,7 +231,8 @@ function introduction() {
     + " embedding at the bottom to the loss on top. Click a tile, then one of its numbers, to see how it is made, and"
     + " the line of the trainer that makes it. Arrow keys move, Escape goes up, / finds a tensor. In the prompt,"
     + " blue was expected."),
-  words("p", `The loss is ${say(data.loss)}, the mean over the positions:`),
+  words("p", `The loss is ${say(data.loss)}, the mean over the positions. Of each: what came, with its probability,`
+    + " the loss, and the likeliest tokens."),
   outcomes(data.losses, data.guesses.at(-1), (loss, t) => link(newest["losses|"], [t], say(loss)))];
 }
 
@@ -254,9 +255,9 @@ const shade = (p, most, paper) => `background:color-mix(in srgb, var(--accent) $
 const guess = ([id, p], target) => make("td", { className: id === target ? "guess right" : "guess",
   textContent: `${word(id)} ${Math.round(100 * p)}%`, style: shade(p, 50, "transparent") });
 
-const outcomes = (losses, guesses, cell = say) => table(losses.map((loss, t) => [position(t), `“${word(targets[t])}”`,
-  say(Math.exp(-loss)), cell(loss, t), ...guesses[t].slice(0, 3).map(x => guess(x, targets[t]))]),
-["after", "came", "probability", "loss", "best guesses"]);
+const outcomes = (losses, guesses, cell = say) => table(losses.map((loss, t) =>  // came: with its probability
+  [position(t), `“${word(targets[t])}” ${say(Math.exp(-loss))}`, cell(loss, t),
+    ...guesses[t].slice(0, 3).map(x => guess(x, targets[t]))]), ["after", "came", "loss", "guesses"]);
 
 function drawGuesses() {
   const t = state.position = clamp(state.given[0], T - 1);
@@ -284,10 +285,10 @@ function drawTraining() {
   slider.oninput = () => { history.replaceState(0, "", `#training//${slider.value}`); show(); $("frame").focus(); };
   return [make("div", {}, words("h2", `The prompt at step ${frame.step}: loss ${say(frame.loss)}`), slider,
     table([["loss", ...frames.map(f => say(f.loss))], ...frame.norms.map((_, l) =>
-      [l ? `size after layer ${l}` : "size of embedding", ...frames.map(f => say(f.norms[l]))])],
+      [l ? `after layer ${l}` : "embedding", ...frames.map(f => say(f.norms[l]))])],
     ["step", ...frames.map(f => `${f.step}`)]),
-    words("p", "It is the loss of this prompt alone, which may rise while that of the training text falls. Size is the"
-      + " residual stream's root mean square."),
+    words("p", "It is the loss of this prompt alone, which may rise while that of the training text falls. Below it:"
+      + " the size of the residual stream, its root mean square."),
     headGrid((l, h, r, c) => att[((l * data.NH + h) * T + r) * T + c], () => {})),
   make("div", {}, outcomes(frame.losses, frame.guesses))];
 }
