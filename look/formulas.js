@@ -25,10 +25,12 @@ async function unpack() {
 }
 const stored = (at, size) => numbers.subarray(at, at + size);
 
+const PREFIX = { forward: "", backward: "d", update: "Δ" };
 class Tensor {
   constructor(fields, number) {
-    const [I, J = 1, K = 1] = fields.shape;
-    Object.assign(this, fields, { number, size: I * J * K, strides: [J * K, K, 1] });
+    const [I, J = 1, K = 1] = fields.shape, key = `${fields.name}|${fields.layer}`;
+    const mode = { gradient: "backward", move: "update" }[fields.kind] ?? "forward", title = PREFIX[mode] + fields.name;
+    Object.assign(this, fields, { number, key, mode, title, size: I * J * K, strides: [J * K, K, 1] });
   }
   get data() { return this.numbers ??= this.at === null ? this.computed() : stored(this.at, this.size); }
   computed() {
@@ -42,9 +44,6 @@ class Tensor {
   }
   flat(i, j = 0, k = 0) { return this.strides[0] * i + this.strides[1] * j + this.strides[2] * k; }
   num(i, j, k) { return this.data[this.flat(i, j, k)]; }
-  get key() { return `${this.name}|${this.layer}`; }
-  get mode() { return { gradient: "backward", move: "update" }[this.kind] ?? "forward"; }
-  get title() { return PREFIX[this.mode] + this.name; }
   get isWeight() { return weights.has(this.name); }  // or a weight's gradient, or its move
   get axes() {  // what its indices count
     const first = /^(wte|lm_head)/.test(this.name) ? "token" : this.name === "wpe" ? "position" : "output";
@@ -64,7 +63,6 @@ class Tensor {
 
 const tensors = data.tensors.map((fields, number) => new Tensor(fields, number));
 const weights = new Set(tensors.filter(t => t.kind === "params").map(t => t.name));
-const PREFIX = { forward: "", backward: "d", update: "Δ" };
 const keyed = kinds => Object.fromEntries(tensors.filter(t => kinds.includes(t.kind)).map(t => [t.key, t]));
 const newest = keyed(["params", "acts"]), moves = keyed(["move"]);  // as the forward pass left them; the optimizer's
 const pick = numbers => Object.fromEntries(Object.entries(numbers).map(([name, number]) => [name, tensors[number]]));

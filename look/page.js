@@ -15,9 +15,13 @@ let colors = palette();
 const clamp = (x, most) => Math.max(0, Math.min(most, Math.floor(x) || 0));
 
 function span(numbers) {  // full: the size that has the full color; one number of 200 is larger
-  const finite = numbers.filter(isFinite), every = Math.ceil(finite.length / 4096);
-  const [low, high] = [Math.min, Math.max].map(better => finite.reduce((x, y) => better(x, y), finite[0]));
-  const sizes = finite.filter((_, i) => i % every === 0).map(Math.abs).sort();
+  const sampled = Math.min(4096, numbers.length), every = Math.floor(numbers.length / sampled);
+  const sizes = list(sampled, i => Math.abs(numbers[i * every])).filter(isFinite).sort((a, b) => a - b);
+  let low = Infinity, high = -Infinity;
+  for (const x of numbers) if (isFinite(x)) {
+    low = Math.min(low, x);
+    high = Math.max(high, x);
+  }
   return { low, high, full: sizes[Math.floor(sizes.length * .995)] || Math.max(-low, high) || 1 };
 }
 
@@ -294,9 +298,8 @@ function drawTraining() {
 }
 
 function drawPrompt() {  // the likelier a token's successor was, the bluer
-  const { mode, key, index } = state;
-  const choose = t => mode === "attention" ? go(mode, key || "att|0", [index?.[0] ?? 0, t, 0])
-    : go("guesses", "", [t]);
+  const { mode, key = "", index: [head] = [0] } = state;
+  const choose = t => mode === "attention" ? go(mode, key || "att|0", [head, t, 0]) : go("guesses", "", [t]);
   $("prompt").replaceChildren(...inputs.map((id, t) => make("li", {}, make("button", {
     textContent: word(id), title: `position ${t}; then “${word(targets[t])}” came, loss ${say(data.losses[t])}`,
     ariaCurrent: t === state.position, onclick: () => choose(t),
@@ -319,8 +322,7 @@ function show() {
 }
 
 const ARROWS = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
-
-function press(event) {
+addEventListener("keydown", event => {
   const { mode, key, index, picture } = state, arrow = ARROWS[event.key];
   if (event.target.tagName === "INPUT") return;
   if (event.key === "/") $("find").focus();
@@ -330,14 +332,14 @@ function press(event) {
     if (r >= 0 && c >= 0 && r < picture.rows && c < picture.columns) go(mode, key, picture.at(r, c));
   } else return;
   event.preventDefault();
-}
+});
 
 const named = new Map(Object.keys(shownIn).flatMap(mode => Object.keys(shownIn[mode]).map(key => {
   const [name, l] = key.split("|");  // "qkv 2", "dqkv 2"
   return [PREFIX[mode] + name + (l && ` ${+l + 1}`), [mode, key]];
 })));
 
-function find({ target }) {
+$("find").onchange = ({ target }) => {
   const text = target.value.trim(), found = named.get(text) ?? named.get(`${text} 1`);
   target.setCustomValidity(found ? "" : "no such tensor");
   if (!target.reportValidity()) return;
@@ -345,22 +347,19 @@ function find({ target }) {
   target.blur();
   go(...found);
   showOnPhone("detail");
-}
+};
+$("names").append(...Array.from(named.keys(), value => make("option", { value })));
 
-function changeTheme() {
+$("theme").onclick = () => {
   style.colorScheme = style.colorScheme === "dark" ? "light" : "dark";
   colors = palette();
   $("map").className = "";  // draw it anew
   show();
-}
+};
 
 $("summary").textContent = `${data.path}: ${data.title}, ${data.model}. ${T} tokens, loss ${say(data.loss)}`;
 $("modes").append(...Object.keys(MODES).map(mode =>
   make("button", { textContent: mode, value: mode, onclick: () => go(mode) })));
-$("names").append(...Array.from(named.keys(), value => make("option", { value })));
-$("find").onchange = find;
-$("theme").onclick = changeTheme;
 addEventListener("hashchange", show);
-addEventListener("keydown", press);
 unpack().then(show, () =>
   $("detail").append("Its bytes were changed: open it from the disk, or serve it without a charset."));
