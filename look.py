@@ -90,7 +90,8 @@ class Recorder:
         self.tensors, self.calls, self.numbers = [], [], Numbers()  # what the page is told
         self.contents, self.arguments = [], []  # of each tensor, of each call
         self.gradients, self.forward = {}, {}  # "name|layer" -> its gradient's number; layer -> arrays of its calls
-        self.newest, self.places, self.V, self.table = {}, {}, model.config.V, model.params.table  # by address: two
+        self.newest, self.places = {}, {}  # address -> the number of its newest tensor; kind, name, layer
+        self.V, self.table = model.config.V, model.params.table
         for kind in ("params", "grads", "acts", "scratch"):
             tensors = getattr(model, kind)
             for name, row in tensors.table.items():
@@ -122,7 +123,7 @@ class Recorder:
         ins = {name: self.newest[x.ctypes.data] if self.is_known(x, before[name]) else self.add(x, before[name], name)
                for name, x in arrays.items() if name not in written or self.is_known(x, before[name])}
         layer, _, direction = f.__name__.rpartition("_")
-        calls, of = self.forward.setdefault(layer, []), dict.fromkeys(written)  # gradient -> (name, layer) of what
+        calls, of = self.forward.setdefault(layer, []), dict.fromkeys(written)  # of: gradient -> (name, layer)
         if direction == "forward":
             calls.append(arrays)
         else:  # the backward pass goes back through the forward calls
@@ -234,8 +235,8 @@ def update(model, path, settings, recorder):
 
 
 def film(path, inputs, targets, numbers):
-    """The prompt in the checkpoints of a run: loss, guesses, the root mean square of the residual stream
-    after each layer (layer 0: embedding), and attention, in steps of 1/32."""
+    """The prompt in the checkpoints of a run: loss, guesses, the root mean square of the residual stream after each
+    layer (layer 0: embedding), and attention, in steps of 1/32."""
     steps, frames = complete_checkpoints(path) if os.path.isdir(path) else [], []
     for i in sorted({round(x) for x in np.linspace(0, len(steps) - 1, MOST_FRAMES)}) if len(steps) > 1 else ():
         model = load_rounded(checkpoint_paths(path, steps[i])[0])
@@ -247,6 +248,7 @@ def film(path, inputs, targets, numbers):
 
 
 def load_rounded(path, **options):
+    """llmc.api's Model, its weights rounded to bfloat16."""
     model = load(path, **options)
     weights = flat(model.model.params)
     weights[...] = bf16_to_float32(bf16_bits(weights))
@@ -294,7 +296,8 @@ def look(path, prompt, tokenizer=""):
 
 
 def write_page(path, data, numbers):
-    """One file: the page, its style and its script, in ASCII, its data, in which `<` would end the script, numbers."""
+    """One file: the page, its style, its script, its data, in which `<` would end the script, and the numbers. All else
+    is ASCII: page.html and page.css are, and JavaScript and JSON have an escape for other characters."""
     page = "{page.html}"
     for name in ("page.html", "page.css", "formulas.js", "page.js"):
         with open(os.path.join(FOLDER, name), encoding="utf-8") as f:
