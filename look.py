@@ -4,15 +4,14 @@ One training step of your own model as a page: every tensor, forward, backward a
     python look.py runs/first --prompt "The cat sat on the mat."     # writes look.html, and opens it
 
 The step is the trainer's: the layers of train_gpt2.py or train_llama3.py run on the prompt, and are watched. The page
-gets the weights, rounded to 16 bits each before the step, and who read and wrote what; it computes all other numbers
-itself. look/formulas.js has each layer's formula for a single number, look/page.js the pictures. It needs no network.
+gets the weights, rounded to bfloat16 before the step, as a GPU has them, and who read and wrote what; it computes all
+other numbers itself. look/formulas.js has each layer's formula for a single number, look/page.js the pictures. It needs
+no network.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
-import base64
 import contextlib
-import functools
 import inspect
 import json
 import os
@@ -23,26 +22,22 @@ import zlib
 
 import numpy as np
 
-from llmc.api import load
+from llmc.api import load, pages
 from llmc.checkpoint import owned_by_one, read_optimizer_state
 from llmc.errors import Parser, UserError, run_main
 from llmc.files import replacing
 from llmc.resume import checkpoint_paths, complete_checkpoints
-from llmc.tensors import flat, table_elements, views
+from llmc.tensors import bf16_bits, bf16_to_float32, flat, table_elements, views
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "look")
-MOST_TOKENS, MOST_MB, MOST_FRAMES, MOST_ROWS = 64, 64, 12, 32
-
-
-same = functools.partial(np.array_equal, equal_nan=True)
+MOST_TOKENS, MOST_MB, MOST_FRAMES, MOST_ROWS = 64, 32, 12, 32
 
 
 @contextlib.contextmanager
-def watching(architecture, call):
-    """Within the block, the layers' functions of the architecture's pages run as call(function, arguments)."""
-    modules = {page.__module__: sys.modules[page.__module__] for page in architecture.__mro__[:-1]}
-    found = [(module, name, f) for module in modules.values() for name, f in vars(module).items()
-             if re.fullmatch(r"\w+_(forward|backward)", name) and inspect.isfunction(f)]
+def watching(call):
+    """Within the block, the layers' functions run as call(function, arguments): of all trainers, as they share some."""
+    found = [(module, name, f) for module in (sys.modules[page.__module__] for page in pages())
+             for name, f in vars(module).items() if re.fullmatch(r"\w+_(forward|backward)", name)]
     running = []
 
     def watch(f):
@@ -64,38 +59,39 @@ def watching(architecture, call):
 
 
 class Numbers:
-    """The page's numbers: float32, or 16 bits each and a float32, the largest, for each row. Deflated, as one text."""
+    """The page's numbers, float32, one after the other."""
 
     def __init__(self):
-        self.singles, self.halves = [], []  # arrays
+        self.arrays, self.size = [], 0
 
     def add(self, x):
-        """Any array -> where its numbers are, in float32."""
-        self.singles.append(np.array(x, "<f4").ravel())  # a copy: the update changes weights in place
-        return dict(at=sum(map(len, self.singles[:-1])))
-
-    def add_rounded(self, x):
-        """float32 array -> where its numbers are, in 16 bits, to which it is rounded in place: the root of a number's
-        share of its row's largest is what is rounded, so that small numbers keep their digits."""
-        largest = np.maximum(np.abs(x).max(-1, keepdims=True), np.finfo(np.float32).tiny)
-        rounded = (np.copysign(np.sqrt(np.abs(x) / largest), x) * 32767).round().astype("<i2")
-        x[...] = rounded / 32767 * np.abs(rounded / 32767) * largest
-        self.halves.append(rounded.ravel())
-        return dict(at=sum(map(len, self.halves[:-1])), largest=self.add(largest)["at"])
+        """Any array -> where its numbers begin."""
+        self.arrays.append(np.array(x, "<f4").ravel())  # a copy: the update changes weights in place
+        self.size += x.size
+        return self.size - x.size
 
     def text(self):
-        """The 32-bit numbers first: the page makes one array of each kind."""
-        return base64.b64encode(zlib.compress(b"".join(self.singles + self.halves))).decode()
+        """All of them, deflated: the first byte of each, then the second ... of weights, two are 0. Each byte is a
+        character of windows-1252, but after `=` its bit 6 is inverted: HTML alters NUL and CR, and ends at `<`."""
+        planes = np.concatenate(self.arrays).view(np.uint8).reshape(-1, 4).T
+        deflate = zlib.compressobj(strategy=zlib.Z_RLE)  # there is little to find but runs of 0
+        packed = deflate.compress(planes.tobytes()) + deflate.flush()
+        return re.sub(rb"[\0\r<=]", lambda found: b"=%c" % (found[0][0] ^ 64), packed)
+
+
+def same(x, y):
+    return np.array_equal(x, y, equal_nan=True)
 
 
 class Recorder:
     """The calls of a step, and the tensors that they read and write. A buffer that is written anew is a new tensor."""
 
-    def __init__(self, model, numbers):
-        self.tensors, self.contents, self.calls = [], [], []  # tensors: what the page is told of each
-        self.gradients, self.outputs = {}, {}  # "name|layer" -> the number of its gradient; what a call with inp wrote
-        self.newest, self.places, self.stored = {}, {}, {}  # by address
-        self.numbers, self.V, self.table = numbers, model.config.V, model.params.table
+    def __init__(self, model):
+        self.tensors, self.calls, self.numbers = [], [], Numbers()  # what the page is told
+        self.contents, self.arguments = [], []  # of each tensor, of each call
+        self.gradients, self.forward = {}, {}  # "name|layer" -> its gradient's number; layer -> arrays of its calls
+        self.newest, self.places = {}, {}  # address -> the number of its newest tensor; kind, name, layer
+        self.V, self.table = model.config.V, model.params.table
         for kind in ("params", "grads", "acts", "scratch"):
             tensors = getattr(model, kind)
             for name, row in tensors.table.items():
@@ -103,15 +99,11 @@ class Recorder:
                 for l, tensor in enumerate(whole) if row.stacked else [("", whole)]:
                     self.places[tensor.ctypes.data] = kind, name, l
                     if kind == "params":
-                        add = numbers.add_rounded if tensor.ndim > 1 else numbers.add
-                        self.stored[tensor.ctypes.data] = add(self.cut(tensor))
+                        self.add(tensor, self.cut(tensor).copy(), name)
 
     def place(self, x):
         """(kind, name, layer) of an array, by its address; the layer is "" outside of layers."""
         return self.places.get(x.ctypes.data, ("", "", ""))
-
-    def key(self, x):
-        return "{1}|{2}".format(*self.place(x))
 
     def cut(self, x):
         """Without the rows that pad the vocabulary."""
@@ -130,44 +122,39 @@ class Recorder:
                 written[name] = x.ctypes.data
         ins = {name: self.newest[x.ctypes.data] if self.is_known(x, before[name]) else self.add(x, before[name], name)
                for name, x in arrays.items() if name not in written or self.is_known(x, before[name])}
-        pair = f.__name__.rsplit("_", 1)[0], self.key(arrays["inp"]) if "inp" in arrays else ""
-        is_forward = f.__name__.endswith("_forward")
-        if is_forward:
-            self.outputs[pair] = self.key(arrays[next(iter(written))])
-        elif "dout" in ins and pair in self.outputs:  # of a sum's terms, to which the sum's gradient is handed on
-            self.gradients.setdefault(self.outputs[pair], ins["dout"])
-        of = {name: None if is_forward else self.gradient_of(name, arrays) for name in written}
-        outs = {name: self.add(arrays[name], self.cut(arrays[name]).copy(), name, of[name], number) for name in written}
+        layer, _, direction = f.__name__.rpartition("_")
+        calls, of = self.forward.setdefault(layer, []), dict.fromkeys(written)  # of: gradient -> (name, layer)
+        if direction == "forward":
+            calls.append(arrays)
+        else:  # the backward pass goes back through the forward calls
+            forward = calls.pop() if calls else {}
+            for name in written:
+                of[name] = self.place(forward[name[1:]])[1:] if name[1:] in forward else (name[1:], "")
+            if "dout" in ins and forward:  # of a sum's terms, to which the sum's gradient is handed on
+                self.gradients.setdefault("{1}|{2}".format(*self.place(forward["out"])), ins["dout"])
+        outs = {name: self.add(x := arrays[name], self.cut(x).copy(), name, number, of[name]) for name in written}
         sizes = {name: x for name, x in arguments.items() if isinstance(x, (int, float))}
         self.calls.append(dict(f=f.__name__, ins=ins, outs=outs, sizes=sizes))
+        self.arguments.append((f, arguments))
 
     def is_known(self, x, content):
         return x.ctypes.data in self.newest and same(self.contents[self.newest[x.ctypes.data]], content)
 
-    def add(self, x, content, argument, of=None, by=None):
-        """A new tensor, the gradient `of` (name, layer) or itself, written by call `by`; returns its number."""
-        number, (kind, name, l) = len(self.tensors), self.place(x)
+    def add(self, x, content, argument, by=None, of=None):
+        """A new tensor, written by call `by`, the gradient `of` (name, layer) or itself; returns its number."""
+        kind, name, l = self.place(x)
+        shape = content.shape[kind in ("acts", "scratch") or content.dtype.kind == "i" :]  # of a batch of one
+        self.newest[x.ctypes.data] = len(self.tensors)
         if of:
-            name, l = of
-            self.gradients[f"{name}|{l}"] = number
-        self.newest[x.ctypes.data] = number
-        has_batch = kind in ("acts", "scratch") or content.dtype.kind == "i"  # of one sequence
-        where = {} if by is not None else self.stored.get(x.ctypes.data) or self.numbers.add(content)
-        self.tensors.append(dict(name=name or argument, layer=l, kind="gradient" if of else kind, by=by, arg=argument,
-                                 shape=content.shape[has_batch:], **where))
-        self.contents.append(content)
-        return number
+            kind, name, l = "gradient", *of
+            self.gradients[f"{name}|{l}"] = len(self.tensors)
+        return self.describe(content, name=name or argument, layer=l, kind=kind, by=by, arg=argument, shape=shape,
+                             at=self.numbers.add(content) if by is None else None)
 
-    def gradient_of(self, name, arrays):
-        """(name, layer) of the tensor whose gradient the argument `dname` is."""
-        if self.place(arrays[name])[0] == "grads":
-            return self.place(arrays[name])[1:]
-        if name[1:] in arrays:
-            return self.place(arrays[name[1:]])[1:]
-        layers = [self.place(x)[2] for x in arrays.values()]
-        if arrays[name].ctypes.data in self.newest:
-            layers.append(self.tensors[self.newest[arrays[name].ctypes.data]]["layer"])
-        return name[1:], next((l for l in layers if l != ""), "")
+    def describe(self, content, **fields):
+        self.tensors.append(fields)
+        self.contents.append(content)
+        return len(self.tensors) - 1
 
 
 def largest(x, count):
@@ -194,29 +181,30 @@ def guesses_after_layers(model, calls):
     return found
 
 
-def gradient_times_input(model, architecture, T, embedded):
+def gradient_times_input(model, T, embedded):
     """(T, T): how much the loss at position t (row) depends on the token at t2: the gradient with respect to its
     embedding (1,T,C), times the embedding."""
-    depends = np.zeros((T, T), np.float32)
+    depends, activations = [], model.acts.buffer.copy()
 
-    def call(t, f, arguments):
+    def call(f, arguments):
         if f.__name__ == "crossentropy_softmax_backward":
-            arguments["dlosses"][...] = np.arange(T) == t
+            arguments["dlosses"][...] = np.arange(T) == len(depends)
         if f.__name__ == "encoder_backward":
-            depends[t] = np.vecdot(arguments["dout"][0], embedded[0])
+            depends.append(np.vecdot(arguments["dout"][0], embedded[0]))
         f(**arguments)
 
-    for t in range(T):
-        with watching(architecture, functools.partial(call, t)):
+    with watching(call):
+        for _ in range(T):
             model.backward()
-    return depends
+            model.acts.buffer[...] = activations  # a speed run's backward pass overwrites some
+    return np.array(depends)
 
 
-def update(model, path, settings, numbers):
-    """The optimizer's update by this step's gradients: of each matrix, where the rows and columns that have the largest
-    moves cross; rate: AdamW's learning rate there, None where it is Muon. The moments are those of a run's newest
-    checkpoint, if there are; else it is a first update."""
-    optimizer, step, shown = model.optimizer, 0, {}
+def update(model, path, settings, recorder):
+    """The optimizer's update by this step's gradients, a call for each tensor. What it writes, for the page, is how far
+    it moves weights: of a matrix, where the rows and columns that have the largest moves cross. The moments are those
+    of a run's newest checkpoint, if there are; else it is a first update."""
+    optimizer, step, add = model.optimizer, 0, recorder.numbers.add
     rates, others = getattr(optimizer, "RATES", {}), getattr(optimizer, "MATRICES", ())
     steps = complete_checkpoints(path) if os.path.isdir(path) else []
     if steps and os.path.exists(state := checkpoint_paths(path, steps[-1])[1]):
@@ -232,41 +220,52 @@ def update(model, path, settings, numbers):
         for l in range(row.shape[0]) if row.stacked else ("",):
             parts = [x[l] if row.stacked else x[: model.config.V] if row.vocabulary else x for x in sources]
             size = np.atleast_2d(np.abs(parts[0]))
-            at = [np.sort(largest(size.max(1 - axis), MOST_ROWS)) for axis in range(2)][-parts[0].ndim :]
-            rate = None if name in others else settings.learning_rate * rates.get(name, 1.0)
-            shown[f"{name}|{l}"] = dict(at=[x.tolist() for x in at], rate=rate,
-                                        values=[numbers.add(x[np.ix_(*at)]) for x in parts])
+            whole = [np.sort(largest(size.max(1 - axis), MOST_ROWS)) for axis in range(2)][-parts[0].ndim :]
+            move, m, v = (x[np.ix_(*whole)] for x in parts)
+            number = recorder.describe(move, name=name, layer=l, kind="move", by=len(recorder.calls), arg="move",
+                                       at=add(move), shape=move.shape, whole=[x.tolist() for x in whole])
+            sizes = dict(rate=settings.learning_rate * rates.get(name, 1.0), m=add(m), v=add(v))
+            recorder.calls.append(dict(f="muon_update" if name in others else "adamw_update", ins={},
+                                       outs=dict(move=number), sizes=sizes))
     lengths = np.linalg.norm(moved.wte, axis=1)
     decay = settings.weight_decay * getattr(optimizer, "DECAY", 1.0) if settings.decay == "all" else 0.0
-    return dict(tensors=shown, step=step + 1, learning_rate=settings.learning_rate, beta1=settings.beta1,
-                beta2=settings.beta2, eps=settings.eps, weight_decay=decay, optimizer=type(optimizer).__name__,
+    return dict({name: getattr(settings, name) for name in ("learning_rate", "beta1", "beta2", "eps")}, step=step + 1,
+                weight_decay=decay, optimizer=type(optimizer).__name__,
                 embeddings=[[int(id), float(lengths[id])] for id in largest(lengths, 12)])
 
 
 def film(path, inputs, targets, numbers):
-    """The prompt in the checkpoints of a run: loss, guesses, the root mean square of the residual stream
-    after each layer (layer 0: embedding), and attention, in steps of 1/32."""
+    """The prompt in the checkpoints of a run: loss, guesses, the root mean square of the residual stream after each
+    layer (layer 0: embedding), and attention, in steps of 1/32."""
     steps, frames = complete_checkpoints(path) if os.path.isdir(path) else [], []
     for i in sorted({round(x) for x in np.linspace(0, len(steps) - 1, MOST_FRAMES)}) if len(steps) > 1 else ():
-        model = load(checkpoint_paths(path, steps[i])[0])
+        model = load_rounded(checkpoint_paths(path, steps[i])[0])
         loss, acts = model.forward(inputs, targets), model.model.acts
         norms = [float(np.sqrt(np.square(x).mean())) for x in (acts.encoded, *acts.residual3)]
         frames.append(dict(step=steps[i], loss=loss, losses=acts.losses[0].tolist(), guesses=best(acts.probs[0], 3),
-                           norms=norms, att=numbers.add_rounded(np.rint(acts.att * 32) / 32)))
+                           norms=norms, att=numbers.add(np.rint(acts.att * 32) / 32)))
     return frames
 
 
+def load_rounded(path, **options):
+    """llmc.api's Model, its weights rounded to bfloat16."""
+    model = load(path, **options)
+    weights = flat(model.model.params)
+    weights[...] = bf16_to_float32(bf16_bits(weights))
+    return model
+
+
 def look(path, prompt, tokenizer=""):
-    """(the page's data, for JSON; its Numbers; the Recorder, for tests). Raises UserError for a prompt that is too
-    short or too long, and for a model that is too large."""
-    opened = load(path, tokenizer=tokenizer)
+    """(the page's data, for JSON; the Recorder, with its numbers). Raises UserError for a prompt that is too short or
+    too long, and for a model that is too large."""
+    opened = load_rounded(path, tokenizer=tokenizer)
     if not opened.tokenizer:
         raise UserError(f"{path}: no vocabulary is beside it: pass --tokenizer FILE")
     ids, model, config, architecture = opened.ids(prompt), opened.model, opened.config, type(opened.model)
     T, most = len(ids) - 1, min(MOST_TOKENS, opened.T)
     if not 2 <= T <= most:
         raise UserError(f"--prompt: {len(ids)} token{'s' * (T != 0)}, expected 3 to {most + 1}")
-    megabytes = table_elements(model.params.table) * 2 * 4 / 3 / 1e6  # in base64
+    megabytes = table_elements(model.params.table) * 1.4 / 1e6  # as bfloat16s, deflated
     if megabytes > MOST_MB:
         raise UserError(f"{path}: the page would have {megabytes:,.0f} MB, of at most {MOST_MB}: look at a smaller"
                         " model, like d4")
@@ -275,45 +274,38 @@ def look(path, prompt, tokenizer=""):
     model.acts = views(architecture.activation_table(config, 1, T), model.activations_buffer)
     for tensors in (model.acts, model.scratch):
         flat(tensors).fill(np.nan)  # so that whatever is written differs from it
-    calls, numbers = [], Numbers()
-    recorder = Recorder(model, numbers)
-    inputs, targets = ids[None, :-1], ids[None, 1:]
-
-    def record(f, arguments):
-        calls.append((f, arguments))
-        recorder.record(f, arguments)
-
-    with watching(architecture, record):
-        loss, forward = model.forward(inputs, targets), len(calls)
-    losses = model.acts.losses[0].tolist()
-    guesses, embedded = guesses_after_layers(model, calls), calls[0][1]["out"]
-    depends = gradient_times_input(model, architecture, T, embedded)
-    with watching(architecture, record):
+    recorder, inputs, targets = Recorder(model), ids[None, :-1], ids[None, 1:]
+    with watching(recorder.record):
+        loss = model.forward(inputs, targets)
+    forward, losses = len(recorder.calls), model.acts.losses[0].tolist()
+    guesses = guesses_after_layers(model, recorder.arguments)
+    depends = gradient_times_input(model, T, embedded=recorder.arguments[0][1]["out"])
+    with watching(recorder.record):
         model.backward()
-    optimizer = vars(sys.modules[type(model.optimizer).__module__])
-    functions = {f for f, _ in calls} | {f for name, f in optimizer.items() if name in ("adamw_update", "muon_update")}
+    optimizer, updates = vars(sys.modules[type(model.optimizer).__module__]), ("adamw_update", "muon_update")
+    functions = {f for f, _ in recorder.arguments} | {f for name, f in optimizer.items() if name in updates}
     source = {f.__name__: dict(text=inspect.getsource(f), line=inspect.getsourcelines(f)[1],
                                file=os.path.basename(inspect.getsourcefile(f))) for f in functions}
-    words = [opened.tokenizer.decode([id]) for id in range(config.V)]
+    words, numbers = [opened.tokenizer.decode([id]) for id in range(config.V)], recorder.numbers
     return dict(
         path=path, title=architecture.TITLE, model=config.describe(), loss=loss, losses=losses, ids=ids.tolist(),
         L=config.L, NH=config.NH, calls=recorder.calls, forward=forward, gradients=recorder.gradients, source=source,
         tensors=recorder.tensors, guesses=guesses, depends=numbers.add(depends), vocabulary=words,
-        update=update(model, path, architecture.Settings(), numbers), film=film(path, inputs, targets, numbers),
-    ), numbers, recorder
+        update=update(model, path, architecture.Settings(), recorder), film=film(path, inputs, targets, numbers),
+    ), recorder
 
 
 def write_page(path, data, numbers):
-    """One file: the page, its style, its script, its data. In JSON, `<` would end the script."""
+    """One file: the page, its style, its script, its data, in which `<` would end the script, and the numbers. All else
+    is ASCII: page.html and page.css are, and JavaScript and JSON have an escape for other characters."""
     page = "{page.html}"
     for name in ("page.html", "page.css", "formulas.js", "page.js"):
         with open(os.path.join(FOLDER, name), encoding="utf-8") as f:
             page = page.replace(f"{{{name}}}", f.read())
-    data["singles"] = sum(map(len, numbers.singles))
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    page = page.replace("{numbers}", numbers.text()).replace("{data}", text)
+    before, after = page.replace("{data}", text).encode("ascii", "backslashreplace").rsplit(b"{numbers}", 1)
     with replacing(path) as f:
-        f.write(page.encode())
+        f.write(before + numbers.text() + after)
 
 
 def main():
@@ -324,8 +316,8 @@ def main():
     parser.add_argument("-o", "--output", default="look.html", help="the page to write (default: %(default)s)")
     parser.add_argument("--open", type=int, choices=(0, 1), default=1, help="1: open it in a browser (the default)")
     args = parser.parse_args()
-    data, numbers, _ = look(args.model, args.prompt, args.tokenizer)
-    write_page(args.output, data, numbers)
+    data, recorder = look(args.model, args.prompt, args.tokenizer)
+    write_page(args.output, data, recorder.numbers)
     print(f"{args.output}: {os.path.getsize(args.output) / 1e6:.1f} MB, loss {data['loss']:.4f}")
     if args.open:
         webbrowser.open("file://" + os.path.abspath(args.output))

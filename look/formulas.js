@@ -9,32 +9,30 @@ const list = (count, f) => Array.from({ length: count }, (_, i) => f(i));
 
 // ---- numbers --------------------------------------------------------------------------------------------------------
 
-let singles, halves;  // what look.py's Numbers holds
+let numbers;  // what look.py's Numbers holds, all float32
 async function unpack() {
-  const text = $("numbers").textContent;
-  const packed = Uint8Array.fromBase64?.(text) ?? Uint8Array.from(atob(text), c => c.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const buffer = await new Response(stream).arrayBuffer();
-  singles = new Float32Array(buffer, 0, data.singles);
-  halves = new Int16Array(buffer, 4 * data.singles);
+  const characters = new TextDecoder("windows-1252").decode(Uint8Array.from(list(256, byte => byte)));
+  const byteOf = new Uint8Array(65536), text = $("numbers").textContent, packed = new Uint8Array(text.length);
+  for (let byte = 0; byte < 256; byte++) byteOf[characters.charCodeAt(byte)] = byte;
+  let length = 0;
+  for (let i = 0; i < text.length; i++)
+    packed[length++] = text[i] === "=" ? text.charCodeAt(++i) ^ 64 : byteOf[text.charCodeAt(i)];
+  const stream = new Blob([packed.subarray(0, length)]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const planes = new Uint8Array(await new Response(stream).arrayBuffer()), count = planes.length / 4;
+  numbers = new Float32Array(count);
+  const all = new Uint8Array(numbers.buffer);
+  for (let i = 0; i < count; i++) for (let byte = 0; byte < 4; byte++) all[4 * i + byte] = planes[byte * count + i];
 }
-function stored({ at, largest }, size, width) {  // with largest: in 16 bits, and the largest of each row of this width
-  if (largest === undefined) return singles.subarray(at, at + size);
-  const numbers = new Float32Array(size);
-  for (let i = 0; i < size; i++) {
-    const root = halves[at + i] / 32767;
-    numbers[i] = root * Math.abs(root) * singles[largest + Math.floor(i / width)];
-  }
-  return numbers;
-}
+const stored = (at, size) => numbers.subarray(at, at + size);
 
+const PREFIX = { forward: "", backward: "d", update: "Δ" };
 class Tensor {
   constructor(fields, number) {
-    const [I, J = 1, K = 1] = fields.shape;
-    Object.assign(this, fields, { number, size: I * J * K, strides: [J * K, K, 1] });
+    const [I, J = 1, K = 1] = fields.shape, key = `${fields.name}|${fields.layer}`;
+    const mode = { gradient: "backward", move: "update" }[fields.kind] ?? "forward", title = PREFIX[mode] + fields.name;
+    Object.assign(this, fields, { number, key, mode, title, size: I * J * K, strides: [J * K, K, 1] });
   }
-  get data() { return this.numbers ??= this.ints ?? (this.by === null ? stored(this, this.size, this.shape.at(-1))
-    : this.computed()); }
+  get data() { return this.numbers ??= this.at === null ? this.computed() : stored(this.at, this.size); }
   computed() {
     const c = calls[this.by], [, formula, terms] = FORMULAS[c.f][this.arg], [I, J = 1, K = 1] = this.shape;
     if (terms) return product(c, terms, I, J);
@@ -46,32 +44,29 @@ class Tensor {
   }
   flat(i, j = 0, k = 0) { return this.strides[0] * i + this.strides[1] * j + this.strides[2] * k; }
   num(i, j, k) { return this.data[this.flat(i, j, k)]; }
-  get key() { return `${this.name}|${this.layer}`; }
-  get isGradient() { return this.kind === "gradient"; }
-  get title() { return (this.isGradient ? "d" : "") + this.name; }
-  get isWeight() { return weights.has(this.name); }  // or a weight's gradient
+  get isWeight() { return weights.has(this.name); }  // or a weight's gradient, or its move
   get axes() {  // what its indices count
     const first = /^(wte|lm_head)/.test(this.name) ? "token" : this.name === "wpe" ? "position" : "output";
     if (this.isWeight) return this.shape.length > 1 ? [first, first === "output" ? "input" : "channel"] : ["channel"];
     return this.shape.length === 3 ? ["head", "position", "looks at"]
       : ["position", /^(logits|probs)$/.test(this.name) ? "token" : "channel"].slice(0, this.shape.length);
   }
-  inWords(axis, i) {
-    const what = this.axes[axis];
+  inWhole(index) { return index.map((i, axis) => this.whole?.[axis][i] ?? i); }  // a move has some rows and columns
+  label(index) { return `${this.title}[${this.inWhole(index).join(", ")}]`; }
+  inWords(axis, index) {
+    const what = this.axes[axis], i = this.inWhole(index)[axis];
     return what === "token" ? `token “${word(i)}”` : what === "head" ? `head ${i + 1}`
       : /position|looks at/.test(what) && i < T ? `${what} ${position(i)}` : `${what} ${i}`;
   }
-  href(index) {
-    return `#${this.isGradient ? "backward" : "forward"}/${this.key}/${index.join(",")}/${this.number}`;
-  }
+  href(index) { return `#${this.mode}/${this.key}/${index.join(",")}/${this.number}`; }
 }
 
 const tensors = data.tensors.map((fields, number) => new Tensor(fields, number));
 const weights = new Set(tensors.filter(t => t.kind === "params").map(t => t.name));
-const newest = {};  // key -> the tensor after the forward pass
-for (const t of tensors) if (t.kind === "acts" || t.kind === "params") newest[t.key] = t;
+const keyed = kinds => Object.fromEntries(tensors.filter(t => kinds.includes(t.kind)).map(t => [t.key, t]));
+const newest = keyed(["params", "acts"]), moves = keyed(["move"]);  // as the forward pass left them; the optimizer's
 const pick = numbers => Object.fromEntries(Object.entries(numbers).map(([name, number]) => [name, tensors[number]]));
-const gradients = pick(data.gradients);
+const shownIn = { forward: newest, backward: pick(data.gradients), update: moves };
 const calls = data.calls.map(({ f, ins, outs, sizes }) => {  // c.inp: its argument inp; c.ins.qkv: qkv before the call
   const { C, NH } = sizes, [before, after] = [pick(ins), pick(outs)];
   return { HS: C / NH, NKV: NH, eps: 1e-5, ...sizes, ...after, ...before, f, ins: before, outs: after };
@@ -80,9 +75,8 @@ const calls = data.calls.map(({ f, ins, outs, sizes }) => {  // c.inp: its argum
 const word = id => JSON.stringify(data.vocabulary[id]).slice(1, -1);
 const position = t => `${t} “${word(inputs[t])}”`;
 function say(x) {  // three digits
-  if (x === 0 || !isFinite(x)) return String(x).replace("-", "−");
-  const size = Math.abs(x), shown = size < 1e-3 || size >= 1e5 ? x.toExponential(2) : x.toPrecision(3);
-  return shown.replace(/-/g, "−");
+  const size = Math.abs(x), isPlain = size >= 1e-3 && size < 1e5 || x === 0 || !isFinite(x);
+  return (x === 0 ? "0" : isPlain ? x.toPrecision(3) : x.toExponential(2)).replaceAll("-", "−");
 }
 
 // ---- arithmetic: what the formulas are made of ----------------------------------------------------------------------
@@ -129,22 +123,18 @@ function product(c, terms, I, J) {
 
 class Explanation extends Arithmetic {  // also remembers each part
   parts = [];
-  of(tensor, ...index) {
-    this.parts.push({ tensor, index, value: tensor.num(...index) });
-    return tensor.num(...index);
+  add(part) {
+    this.parts.push(part);
+    return part.value;
   }
-  is(words, value) {
-    this.parts.push({ words, value });
-    return value;
-  }
+  of(tensor, ...index) { return this.add({ tensor, index, value: tensor.num(...index) }); }
+  is(words, value) { return this.add({ words, value }); }
   sum(words, count, ...factors) {
     const rows = list(count, i => factors.map(([tensor, axis, ...start]) => {
       const index = start.with(axis, start[axis] + i);
-      return { tensor, index, label: tensor.inWords(axis, index[axis]), value: tensor.num(...index) };
+      return { tensor, index, label: tensor.inWords(axis, index), value: tensor.num(...index) };
     }));
-    const value = super.sum(words, count, ...factors);
-    this.parts.push({ words, rows, value });
-    return value;
+    return this.add({ words, rows, value: super.sum(words, count, ...factors) });
   }
 }
 
@@ -252,6 +242,29 @@ const rotation = (mark, arg, sign) => [mark, (c, e, t, j) => {
   return j % 2 ? e.is("a sin + b cos", a * sin + b * cos) : e.is("a cos − b sin", a * cos - b * sin);
 }];
 
+// ---- the optimizers -------------------------------------------------------------------------------------------------
+
+function weightAndMoments(c, e, index) {  // the weight and its gradient, which are shown, too -> [weight, m, v]
+  const whole = c.move.inWhole(index), at = c.move.flat(...index);
+  const weight = e.of(newest[c.move.key], ...whole);
+  e.of(shownIn.backward[c.move.key], ...whole);
+  return [weight, stored(c.m + at, 1)[0], stored(c.v + at, 1)[0]];
+}
+function movedByAdamW(c, e, ...index) {
+  const u = data.update, [weight, m, v] = weightAndMoments(c, e, index);
+  e.is(`m, the running mean of the gradient: m += ${say(1 - u.beta1)} (gradient − m)`, m);
+  e.is(`v, the running mean of its square: v += ${say(1 - u.beta2)} (gradient² − v)`, v);
+  const a = e.is(`m, as if it had not begun at 0: m / (1 − ${u.beta1}^${u.step})`, m / (1 - u.beta1 ** u.step));
+  const b = e.is(`v likewise: v / (1 − ${u.beta2}^${u.step})`, v / (1 - u.beta2 ** u.step));
+  const step = e.is(`that m / (√ of that v + ${u.eps})`, a / (Math.sqrt(b) + u.eps));
+  const decay = e.is(`weight decay, ${u.weight_decay} × the weight`, u.weight_decay * weight);
+  return e.is(`−${say(c.rate)} × the sum of both`, -c.rate * (step + decay));
+}
+function movedByMuon(c, e, ...index) {
+  weightAndMoments(c, e, index);
+  return e.is("Muon makes all directions of m, a running mean of the gradient, equally long", c.move.num(...index));
+}
+
 // ---- the table ------------------------------------------------------------------------------------------------------
 
 const positionsOf = {};  // token -> where it is in the prompt
@@ -355,28 +368,11 @@ const FORMULAS = {
       return e.is("probability − that", p - came) * e.of(c.dlosses, t);
     }],
   },
+  adamw_update: { move: ["p -= t", movedByAdamW] }, muon_update: { move: ["param -= u", movedByMuon] },
 };
 
 function explain(tensor, index) {  // -> Explanation with .value, and the line's .f and .mark; null: no call wrote it
   if (tensor.by === null) return null;
   const c = calls[tensor.by], [mark, formula] = FORMULAS[c.f][tensor.arg], e = new Explanation();
   return Object.assign(e, { value: formula(c, e, ...index), f: c.f, mark: mark.call ? mark(c, ...index) : mark });
-}
-
-function explainMove(key, k) {  // the optimizer's move of the k-th weight that is shown
-  const u = data.update, { index, moved, m, v, rate } = moves(key), e = new Explanation();
-  const w = e.of(newest[key], ...index(k));
-  e.of(gradients[key], ...index(k));
-  if (rate === null) {
-    const value = e.is("Muon makes all directions of m, a running mean of the gradient, equally long", moved[k]);
-    return Object.assign(e, { value, f: "muon_update", mark: "param -= u" });
-  }
-  e.is(`m, the running mean of the gradient: m += ${say(1 - u.beta1)} (gradient − m)`, m[k]);
-  e.is(`v, the running mean of its square: v += ${say(1 - u.beta2)} (gradient² − v)`, v[k]);
-  const a = e.is(`m, as if it had not begun at 0: m / (1 − ${u.beta1}^${u.step})`, m[k] / (1 - u.beta1 ** u.step));
-  const b = e.is(`v likewise: v / (1 − ${u.beta2}^${u.step})`, v[k] / (1 - u.beta2 ** u.step));
-  const step = e.is(`that m / (√ of that v + ${u.eps})`, a / (Math.sqrt(b) + u.eps));
-  const decay = e.is(`weight decay, ${u.weight_decay} × the weight`, u.weight_decay * w);
-  const value = e.is(`−${say(rate)} × the sum of both`, -rate * (step + decay));
-  return Object.assign(e, { value, f: "adamw_update", mark: "p -= t" });
 }

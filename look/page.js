@@ -2,27 +2,27 @@
 
 // ---- pictures: { rows, columns, number(row, column), low, high, full } ----------------------------------------------
 
-const isDark = () => (document.documentElement.style.colorScheme
-  || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+const { style } = document.documentElement;
+style.colorScheme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 
 function palette() {  // 511 colors, orange for negative to blue for positive: the color-blind tell them apart, too
-  const [low, middle, high] = isDark() ? [[255, 150, 60], [32, 34, 40], [110, 185, 255]]
+  const [low, middle, high] = style.colorScheme === "dark" ? [[255, 150, 60], [32, 34, 40], [110, 185, 255]]
     : [[179, 88, 6], [250, 249, 246], [5, 80, 160]];
-  const ends = [low, high].map(end => end.map((x, channel) => x - middle[channel]));
-  return list(511, i => middle.map((x, channel) => x + ends[+(i > 255)][channel] * Math.abs(i - 255) / 255));
+  return list(511, i => middle.map((x, channel) =>
+    x + ((i > 255 ? high : low)[channel] - x) * Math.abs(i - 255) / 255));
 }
 let colors = palette();
+const clamp = (x, most) => Math.max(0, Math.min(most, Math.floor(x) || 0));
 
 function span(numbers) {  // full: the size that has the full color; one number of 200 is larger
-  const sizes = [], every = Math.ceil(numbers.length / 4096);
+  const sampled = Math.min(4096, numbers.length), every = Math.floor(numbers.length / sampled);
+  const sizes = list(sampled, i => Math.abs(numbers[i * every])).filter(isFinite).sort((a, b) => a - b);
   let low = Infinity, high = -Infinity;
-  for (let i = 0; i < numbers.length; i++) {
-    if (!isFinite(numbers[i])) continue;
-    low = Math.min(low, numbers[i]);
-    high = Math.max(high, numbers[i]);
-    if (i % every === 0) sizes.push(Math.abs(numbers[i]));
+  for (const x of numbers) if (isFinite(x)) {
+    low = Math.min(low, x);
+    high = Math.max(high, x);
   }
-  return { low, high, full: sizes.sort((a, b) => a - b)[Math.floor(sizes.length * .995)] || Math.max(-low, high) || 1 };
+  return { low, high, full: sizes[Math.floor(sizes.length * .995)] || Math.max(-low, high) || 1 };
 }
 
 // A pixel has the largest of its numbers.
@@ -36,8 +36,7 @@ function draw({ rows, columns, number, full }, width = columns, height = rows, c
         const value = number(r, c);
         if (isFinite(value) && Math.abs(value) > Math.abs(most)) most = value;
       }
-    const color = colors[255 + Math.round(255 * Math.max(-1, Math.min(1, most / full)))];
-    image.data.set([...color, 255], 4 * (y * w + x));
+    image.data.set([...colors[clamp(255.5 + 255 * most / full, 510)], 255], 4 * (y * w + x));
   }
   context.putImageData(image, 0, 0);
   return canvas;
@@ -55,25 +54,19 @@ function pictureOf(tensor, head) {  // at(row, column) is the index of a number,
   return { rows, columns, number: (r, c) => x[start + r * (below - start) + c * (right - start)], at, cell, ...limits };
 }
 
-function moves(key) {  // the optimizer's, of the rows and columns that move most; index: of the k-th weight
-  const { at, values, rate } = data.update.tensors[key], [columns, rows] = [at.at(-1).length, at[1] ? at[0].length : 1];
-  const [moved, m, v] = values.map(where => stored(where, rows * columns)), number = (r, c) => moved[r * columns + c];
-  const cell = ([k]) => [Math.floor(k / columns), k % columns];
-  const index = k => at.map((indices, axis) => indices[at[1] ? cell([k])[axis] : k]);
-  return { rows, columns, number, at: (r, c) => [r * columns + c], cell, index, moved, m, v, rate, ...span(moved) };
-}
-
-function make(tag, fields = {}, ...children) {
-  const { data: own, ...rest } = fields, element = Object.assign(document.createElement(tag), rest);
-  Object.assign(element.dataset, own);
+function make(tag, fields, ...children) {
+  const element = Object.assign(document.createElement(tag), fields);
   element.append(...children);
   return element;
 }
 const words = (tag, textContent) => make(tag, { textContent });
-const cells = (tag, ...all) => make("tr", {}, ...all.map(x => x.tagName === "TD" ? x : make(tag, {}, x)));
-const scroll = (...rows) => make("div", { className: "scroll" }, make("table", {}, ...rows));
-const link = (tensor, index, text = `${tensor.title}[${index.join(", ")}]${ofLayer(tensor.layer)}`) =>
+const cells = (tag, all) => make("tr", {}, ...all.map(x => x.tagName === "TD" ? x : make(tag, {}, x)));
+const table = (rows, heads = []) =>
+  make("div", { className: "scroll" }, make("table", {}, cells("th", heads), ...rows.map(row => cells("td", row))));
+const link = (tensor, index, text = tensor.label(index) + ofLayer(tensor.layer)) =>
   make("a", { href: tensor.href(index), textContent: text });
+const largest = (all, count, number) =>  // its numbers are the largest, positive or negative
+  all.toSorted((a, b) => Math.abs(number(b)) - Math.abs(number(a))).slice(0, count);
 const tokens = inputs.map(id => [word(id), 1]);  // labels: words, and how many rows or columns each is for
 const labels = (all, className, side, size) => make("div", { className }, ...all.map(([textContent, n]) =>
   make("span", { textContent, className: textContent.length > 1 ? "word" : "",
@@ -90,8 +83,7 @@ function bigPicture(picture, [row, column], choose, ariaLabel, above = [], besid
   const across = wide > 2 ? Math.min(28, Math.floor(wide)) : wide;
   const canvas = Object.assign(draw(picture), { role: "img", ariaLabel });
   canvas.style = `width:${columns * across}px;height:${rows * up}px`;
-  canvas.onclick = ({ offsetX: x, offsetY: y }) =>
-    choose(Math.min(rows - 1, Math.floor(y / up)), Math.min(columns - 1, Math.floor(x / across)));
+  canvas.onclick = event => choose(clamp(event.offsetY / up, rows - 1), clamp(event.offsetX / across, columns - 1));
   const legend = draw({ rows: 1, columns: 256, number: (r, c) => least + (full - least) * c / 255, full });
   legend.className = "legend";
   const chosen = make("i", { style: `left:${column * across - 2}px;top:${row * up - 2}px;width:${
@@ -136,29 +128,24 @@ let state = {};  // mode; key, tensor, picture and index, if one is shown; given
 function read() {  // the address -> state; what is wrong in it is ignored
   const [mode, key, index, number] = decodeURIComponent(location.hash.slice(1)).split("/");
   state = { mode: mode in MODES ? mode : "forward", key, given: (index || "").split(",").filter(Boolean).map(Number) };
-  const tensor = state.tensor = tensors[number] ?? (state.mode === "backward" ? gradients : newest)[key];
-  const isUpdate = state.mode === "update";
-  if (!tensor || isUpdate && !tensor.isWeight) return void (state.key = "");
-  const sizes = isUpdate ? [moves(key).moved.length] : tensor.shape;
+  const tensor = state.tensor = tensors[number] ?? (shownIn[state.mode] ?? newest)[key];
+  if (!tensor) return void (state.key = "");
   const last = tensor.isWeight ? -1 : tensor.shape.length === 3 ? 1 : 0;  // at first, the last position is chosen
-  state.index = sizes.map((n, axis) =>
-    Math.max(0, Math.min(n - 1, Math.floor(state.given[axis] ?? (axis === last ? n : 0)))) || 0);
-  state.picture = isUpdate ? moves(key) : pictureOf(tensor, state.index[0]);
+  state.index = tensor.shape.map((n, axis) => clamp(state.given[axis] ?? (axis === last ? n : 0), n - 1));
+  state.picture = pictureOf(tensor, state.index[0]);
 }
 
 function tile(key, mode) {
-  const tensor = newest[key], shown = mode === "backward" ? gradients[key] : tensor, isUpdate = mode === "update";
-  const [I, J = 1, K] = shown.shape, limits = K && !isUpdate ? [I * K, J] : [104, 56];
-  const [columns, rows] = isUpdate ? [32, J > 1 ? 32 : 1] : K ? [208, 56] : tensor.isWeight && J > 1 ? [J, I] : [I, J];
-  const canvas = make("canvas"), range = words("small", "…");
+  const tensor = newest[key], shown = shownIn[mode][key], [I, J = 1, K] = shown.shape, canvas = make("canvas");
+  const [columns, rows] = K ? [208, 56] : tensor.isWeight && J > 1 ? [J, I] : [I, J], range = words("small", "…");
   const width = Math.max(48, Math.min(columns, K ? 208 : 104)), height = Math.max(6, Math.min(rows, 56));
   canvas.style = `width:${width}px;height:${height}px`;
-  const button = make("button", { className: tensor.isWeight ? "tile weight" : "tile", data: { key },
+  const button = make("button", { className: tensor.isWeight ? "tile weight" : "tile", value: key,
     title: whatIs(tensor) + ofLayer(tensor.layer), onclick: () => { go(mode, key); showOnPhone("detail"); } },
-  canvas, (mode === "backward" ? "d" : "") + tensor.name, words("small", tensor.shape.join(" × ")), range);
+  canvas, PREFIX[mode] + tensor.name, words("small", tensor.shape.join(" × ")), range);
   button.paint = () => {  // when it is first seen; its size stands before, so that nothing moves then
-    const picture = isUpdate ? moves(key) : pictureOf(shown);
-    draw(picture, ...limits, canvas);
+    const picture = pictureOf(shown);
+    draw(picture, ...K ? [I * K, J] : [104, 56], canvas);
     range.textContent = `${say(picture.low)} … ${say(picture.high)}`;
   };
   seen.observe(button);
@@ -174,8 +161,8 @@ function drawMap() {  // the calls of the forward pass, a box a layer, the last 
   for (const c of calls.slice(0, data.forward)) {
     const outs = Object.values(c.outs), { layer } = outs[0];
     if (groups.at(-1)?.layer !== layer) groups.push({ layer, boxes: [] });
-    const shown = [...outs, ...Object.values(c.ins).filter(x => x.isWeight)].filter(x =>
-      mode === "backward" ? gradients[x.key] : mode === "forward" || x.isWeight);
+    const read = Object.values(c.ins).filter(x => x.isWeight);
+    const shown = [...outs, ...read].filter(x => shownIn[mode][x.key]);
     if (shown.length) groups.at(-1).boxes.push(make("div", { className: "call" },
       words("span", c.f.replace("_forward", "")),
       make("div", { className: "tiles" }, ...shown.map(x => tile(x.key, mode)))));
@@ -188,13 +175,11 @@ function drawMap() {  // the calls of the forward pass, a box a layer, the last 
 
 function termsOf(rows) {  // a sum's, the largest first
   const product = ([a, b]) => a.value * (b ? b.value : 1), total = rows.reduce((sum, row) => sum + product(row), 0);
-  const shown = rows.toSorted((a, b) => Math.abs(product(b)) - Math.abs(product(a))).slice(0, 12);
-  const rest = total - shown.reduce((sum, row) => sum + product(row), 0);
-  const linked = x => link(x.tensor, x.index, say(x.value));
-  return scroll(...shown.map(row => cells("td", row[0].label, linked(row[0]),
-    ...(row[1] ? ["×", linked(row[1]), `= ${say(product(row))}`] : []))),
-  ...(rows.length > 12 ? [cells("td", `${rows.length - 12} smaller`, ...(rows[0][1] ? ["", "", ""] : []),
-    `= ${say(rest)}`)] : []));
+  const shown = largest(rows, 12, product), rest = total - shown.reduce((sum, row) => sum + product(row), 0);
+  const linked = x => link(x.tensor, x.index, say(x.value)), between = rows[0][1] ? ["", "", ""] : [];
+  return table([...shown.map(([a, b]) =>
+    [a.label, linked(a), ...(b ? ["×", linked(b), `= ${say(product([a, b]))}`] : [])]),
+  ...(rows.length > 12 ? [[`${rows.length - 12} smaller`, ...between, `= ${say(rest)}`]] : [])]);
 }
 
 function howMade(e) {  // and its function's source; the line that computes the number is marked
@@ -211,36 +196,36 @@ function howMade(e) {  // and its function's source; the line that computes the 
 function drawDetail() {
   const { mode, key, index, tensor, picture } = state;
   if (!key) return mode === "update" ? mostMoved() : introduction();
-  const isUpdate = mode === "update", what = whatIs(tensor), number = picture.number(...picture.cell(index));
-  const [at, e] = isUpdate ? [picture.index(index[0]), explainMove(key, index[0])] : [index, explain(tensor, index)];
-  return [words("h2", (isUpdate ? `${data.update.optimizer} moves ` : "") + tensor.title + ofLayer(tensor.layer)),
-    words("p", isUpdate ? "The rows and columns with the largest moves." : tensor.isGradient
-      ? `How the loss changes with ${tensor.name}: ${what}.` : `It is ${what}.`),
-    words("p", `${tensor.shape.join(" × ")} numbers, ${say(picture.low)} … ${say(picture.high)}`),
+  const what = whatIs(tensor), e = explain(tensor, index);
+  return [words("h2", tensor.title + ofLayer(tensor.layer)),
+    words("p", { backward: `How the loss changes with ${tensor.name}: ${what}.`, forward: `It is ${what}.`,
+      update: `How far ${data.update.optimizer} moves ${tensor.name}: the rows and columns with the largest moves.`,
+    }[tensor.mode]),
+    words("p", `${newest[key].shape.join(" × ")} numbers, ${say(picture.low)} … ${say(picture.high)}`),
     bigPicture(picture, picture.cell(index), (r, c) => go(mode, key, picture.at(r, c)), `${tensor.title}: ${what}`,
       ...(tensor.isWeight ? [] : [tokens, bandsOf(tensor)])),
-    ...(isUpdate ? [] : [make("p", { className: "index" }, ...index.map((i, axis) => make("label", {},
+    ...(tensor.whole ? [] : [make("p", { className: "index" }, ...index.map((i, axis) => make("label", {},
       `${tensor.axes[axis]} `, make("input", { type: "number", value: i, min: 0, max: tensor.shape[axis] - 1,
         onchange: event => go(mode, key, index.with(axis, +event.target.value)) }))))]),
-    make("p", {}, `${tensor.title}[${at.join(", ")}], ${at.map((i, axis) => tensor.inWords(axis, i)).join(", ")}: `,
-      words("output", say(number))),
+    make("p", {}, [tensor.label(index), ...index.map((_, axis) => tensor.inWords(axis, index))].join(", "), ": ",
+      words("output", say(tensor.num(...index)))),
     ...(e ? howMade(e) : [words("p", tensor.isWeight ? "Training made this weight." : "It is given.")])];
 }
 
 function mostMoved() {
-  const { optimizer, step, learning_rate: rate, embeddings, tensors: all } = data.update;
-  const most = Object.keys(all).map(key => {
-    const { moved, index } = moves(key), k = moved.reduce((k, x, i) => Math.abs(x) > Math.abs(moved[k]) ? i : k, 0);
-    return { move: moved[k], href: `#update/${key}/${k}`,
-      textContent: `${newest[key].name}[${index(k).join(", ")}]${ofLayer(newest[key].layer)}` };
-  }).sort((a, b) => Math.abs(b.move) - Math.abs(a.move)).slice(0, 12);
+  const { optimizer, step, learning_rate: rate, embeddings } = data.update;
+  const most = Object.values(moves).map(tensor => {
+    const at = tensor.data.reduce((most, x, i, all) => Math.abs(x) > Math.abs(all[most]) ? i : most, 0);
+    const columns = tensor.shape.at(-1), index = [Math.floor(at / columns), at % columns].slice(-tensor.shape.length);
+    return [link(tensor, index), tensor.data[at]];
+  });
   return [words("h2", `Update: how far ${optimizer} moves each weight`),
     words("p", `If the model were trained on this prompt next: step ${step}, learning rate ${rate}. Of each`
       + " matrix, a tile has the rows and columns with the largest moves. Click a number to see how it is made."),
     words("h3", "The weights that move most, one of each tensor"),
-    scroll(...most.map(({ move, ...fields }) => cells("td", make("a", fields), say(move)))),
+    table(largest(most, 12, ([, move]) => move).map(([a, move]) => [a, say(move)])),
     words("h3", "The tokens whose embeddings move most"),
-    scroll(...embeddings.map(([id, length]) => cells("td", `“${word(id)}”`, say(length))))];
+    table(embeddings.map(([id, length]) => [`“${word(id)}”`, say(length)]))];
 }
 
 function introduction() {
@@ -250,17 +235,14 @@ function introduction() {
     + " embedding at the bottom to the loss on top. Click a tile, then one of its numbers, to see how it is made, and"
     + " the line of the trainer that makes it. Arrow keys move, Escape goes up, / finds a tensor. In the prompt,"
     + " blue was expected."),
-  words("p", `The loss is ${say(data.loss)}, the mean over the positions:`),
-  scroll(cells("th", "after", "came", "probability", "loss", "best guess"), ...data.losses.map((loss, t) => {
-    const [id, p] = data.guesses.at(-1)[t][0];
-    return cells("td", position(t), `“${word(targets[t])}”`, say(Math.exp(-loss)),
-      link(newest["losses|"], [t], say(loss)), `“${word(id)}” ${say(p)}`);
-  }))];
+  words("p", `The loss is ${say(data.loss)}, the mean over the positions. Of each: what came, with its probability,`
+    + " the loss, and the likeliest tokens."),
+  outcomes(data.losses, data.guesses.at(-1), (loss, t) => link(newest["losses|"], [t], say(loss)))];
 }
 
 function drawAttention() {
   const [l, h, t] = state.key ? [state.tensor.layer, ...state.index] : [0, 0, T - 1], att = newest[`att|${l}`];
-  const looks = inputs.map((_, x) => [x, att.num(h, t, x)]).sort((a, b) => b[1] - a[1]).slice(0, 8);
+  const looks = largest(inputs.map((_, x) => [x, att.num(h, t, x)]), 8, ([, p]) => p);
   state.position = t;
   const choose = (l, h) => { go("attention", `att|${l}`, [h, t, 0]); showOnPhone("one"); };
   return [make("div", {}, words("h2", "Where each head looks"),
@@ -270,54 +252,54 @@ function drawAttention() {
     bigPicture({ ...pictureOf(att, h), full: 1 }, [t, looks[0][0]], r => go("attention", `att|${l}`, [h, r, 0]),
       `attention of layer ${l + 1}, head ${h + 1}`, tokens, tokens),
     words("p", `From position ${position(t)} it looks at (the prompt above chooses another position):`),
-    scroll(...looks.map(([x, p]) => cells("td", position(x), link(att, [h, t, x], say(p))))))];
+    table(looks.map(([x, p]) => [position(x), link(att, [h, t, x], say(p))])))];
 }
 
 const shade = (p, most, paper) => `background:color-mix(in srgb, var(--accent) ${Math.round(most * p)}%, ${paper})`;
 const guess = ([id, p], target) => make("td", { className: id === target ? "guess right" : "guess",
   textContent: `${word(id)} ${Math.round(100 * p)}%`, style: shade(p, 50, "transparent") });
 
+const outcomes = (losses, guesses, cell = say) => table(losses.map((loss, t) =>  // came: with its probability
+  [position(t), `“${word(targets[t])}” ${say(Math.exp(-loss))}`, cell(loss, t),
+    ...guesses[t].slice(0, 3).map(x => guess(x, targets[t]))]), ["after", "came", "loss", "guesses"]);
+
 function drawGuesses() {
-  const t = state.position = Math.max(0, Math.min(T - 1, state.given[0] || 0));
+  const t = state.position = clamp(state.given[0], T - 1);
   const depends = stored(data.depends, T * T).subarray(t * T, t * T + t + 1);
   return [make("div", {}, words("h2", "The best guess after each layer"),
     words("p", "The residual stream after each layer, read as if it were the last. Underlined: the token that came."),
-    scroll(cells("th", "after", ...data.guesses.map((_, l) => l ? `layer ${l}` : "embedding"), "came"),
-      ...inputs.map((_, t) => cells("td", make("a", { href: `#guesses//${t}`, textContent: position(t) }),
-        ...data.guesses.map(layer => guess(layer[t][0], targets[t])), `“${word(targets[t])}”`)))),
+    table(inputs.map((_, t) => [make("a", { href: `#guesses//${t}`, textContent: position(t) }),
+      ...data.guesses.map(layer => guess(layer[t][0], targets[t])), `“${word(targets[t])}”`]),
+    ["after", ...data.guesses.map((_, l) => l ? `layer ${l}` : "embedding"), "came"])),
   make("div", {}, words("h2", `After ${position(t)} came “${word(targets[t])}”`),
     words("p", `Loss ${say(data.losses[t])}. The five best guesses:`),
-    scroll(...data.guesses.at(-1)[t].map(([id, p]) => cells("td", `“${word(id)}”`, say(p)))),
+    table(data.guesses.at(-1)[t].map(([id, p]) => [`“${word(id)}”`, say(p)])),
     words("p", "How much that loss depends on each token: the gradient with respect to its embedding, times the"
       + " embedding. Positive: more of it would raise the loss."),
-    scroll(...Array.from(depends, (x, i) => [i, x]).sort((a, b) => Math.abs(b[1]) - Math.abs(a[1])).slice(0, 10)
-      .map(([i, x]) => cells("td", position(i), say(x)))))];
+    table(largest(Array.from(depends, (x, i) => [i, x]), 10, ([, x]) => x).map(([i, x]) => [position(i), say(x)])))];
 }
 
 function drawTraining() {
-  const frames = data.film, n = Math.max(0, Math.min(frames.length - 1, state.given[0] ?? frames.length - 1));
-  if (!frames.length) return [make("div", {}, words("h2", "Training, as a film"), words("p",
+  const frames = data.film, n = clamp(state.given[0] ?? frames.length - 1, frames.length - 1), frame = frames[n];
+  if (!frame) return [make("div", {}, words("h2", "Training, as a film"), words("p",
     "It needs a run with several checkpoints: train with -n 100 -o runs/mine, then look at runs/mine."))];
-  const frame = frames[n], att = stored(frame.att, data.L * data.NH * T * T, T);
+  const att = stored(frame.att, data.L * data.NH * T * T);
   const slider = make("input", { type: "range", id: "frame", min: 0, max: frames.length - 1, value: n,
     ariaLabel: "checkpoint" });
   slider.oninput = () => { history.replaceState(0, "", `#training//${slider.value}`); show(); $("frame").focus(); };
   return [make("div", {}, words("h2", `The prompt at step ${frame.step}: loss ${say(frame.loss)}`), slider,
-    scroll(cells("th", "step", ...frames.map(f => `${f.step}`)), cells("td", "loss", ...frames.map(f => say(f.loss))),
-      cells("th", "size"), ...frame.norms.map((_, l) =>
-        cells("td", l ? `after layer ${l}` : "embedding", ...frames.map(f => say(f.norms[l]))))),
-    words("p", "It is the loss of this prompt alone, which may rise while that of the training text falls. Size is the"
-      + " residual stream's root mean square."),
+    table([["loss", ...frames.map(f => say(f.loss))], ...frame.norms.map((_, l) =>
+      [l ? `after layer ${l}` : "embedding", ...frames.map(f => say(f.norms[l]))])],
+    ["step", ...frames.map(f => `${f.step}`)]),
+    words("p", "It is the loss of this prompt alone, which may rise while that of the training text falls. Below it:"
+      + " the size of the residual stream, its root mean square."),
     headGrid((l, h, r, c) => att[((l * data.NH + h) * T + r) * T + c], () => {})),
-  make("div", {}, scroll(cells("th", "after", "came", "loss", "guesses"), ...inputs.map((_, t) => cells("td",
-    position(t), `“${word(targets[t])}”`, say(frame.losses[t]),
-    ...frame.guesses[t].map(x => guess(x, targets[t]))))))];
+  make("div", {}, outcomes(frame.losses, frame.guesses))];
 }
 
 function drawPrompt() {  // the likelier a token's successor was, the bluer
-  const { mode, key, index } = state;
-  const choose = t => mode === "attention" ? go(mode, key || "att|0", [index?.[0] ?? 0, t, 0])
-    : go("guesses", "", [t]);
+  const { mode, key = "", index: [head] = [0] } = state;
+  const choose = t => mode === "attention" ? go(mode, key || "att|0", [head, t, 0]) : go("guesses", "", [t]);
   $("prompt").replaceChildren(...inputs.map((id, t) => make("li", {}, make("button", {
     textContent: word(id), title: `position ${t}; then “${word(targets[t])}” came, loss ${say(data.losses[t])}`,
     ariaCurrent: t === state.position, onclick: () => choose(t),
@@ -334,14 +316,13 @@ function show() {
   $("map").hidden = !hasMap;
   $("detail").replaceChildren(...MODES[state.mode]());
   if (hasMap && $("map").className !== state.mode) drawMap();
-  for (const x of document.querySelectorAll("#map .tile")) x.ariaCurrent = x.dataset.key === state.key;
-  for (const x of $("modes").children) x.ariaPressed = x.dataset.mode === state.mode;
+  for (const x of document.querySelectorAll("#map .tile")) x.ariaCurrent = x.value === state.key;
+  for (const x of $("modes").children) x.ariaPressed = x.value === state.mode;
   drawPrompt();
 }
 
 const ARROWS = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
-
-function press(event) {
+addEventListener("keydown", event => {
   const { mode, key, index, picture } = state, arrow = ARROWS[event.key];
   if (event.target.tagName === "INPUT") return;
   if (event.key === "/") $("find").focus();
@@ -351,14 +332,14 @@ function press(event) {
     if (r >= 0 && c >= 0 && r < picture.rows && c < picture.columns) go(mode, key, picture.at(r, c));
   } else return;
   event.preventDefault();
-}
+});
 
-const named = new Map([newest, gradients].flatMap((all, i) => Object.keys(all).map(key => {  // "qkv 2", "dqkv 2"
-  const [name, l] = key.split("|");
-  return [(i ? "d" : "") + name + (l && ` ${+l + 1}`), [i ? "backward" : "forward", key]];
+const named = new Map(Object.keys(shownIn).flatMap(mode => Object.keys(shownIn[mode]).map(key => {
+  const [name, l] = key.split("|");  // "qkv 2", "dqkv 2"
+  return [PREFIX[mode] + name + (l && ` ${+l + 1}`), [mode, key]];
 })));
 
-function find({ target }) {
+$("find").onchange = ({ target }) => {
   const text = target.value.trim(), found = named.get(text) ?? named.get(`${text} 1`);
   target.setCustomValidity(found ? "" : "no such tensor");
   if (!target.reportValidity()) return;
@@ -366,21 +347,19 @@ function find({ target }) {
   target.blur();
   go(...found);
   showOnPhone("detail");
-}
+};
+$("names").append(...Array.from(named.keys(), value => make("option", { value })));
 
-function changeTheme() {
-  document.documentElement.style.colorScheme = isDark() ? "light" : "dark";
+$("theme").onclick = () => {
+  style.colorScheme = style.colorScheme === "dark" ? "light" : "dark";
   colors = palette();
   $("map").className = "";  // draw it anew
   show();
-}
+};
 
 $("summary").textContent = `${data.path}: ${data.title}, ${data.model}. ${T} tokens, loss ${say(data.loss)}`;
 $("modes").append(...Object.keys(MODES).map(mode =>
-  make("button", { textContent: mode, data: { mode }, onclick: () => go(mode) })));
-$("names").append(...Array.from(named.keys(), value => make("option", { value })));
-$("find").onchange = find;
-$("theme").onclick = changeTheme;
+  make("button", { textContent: mode, value: mode, onclick: () => go(mode) })));
 addEventListener("hashchange", show);
-addEventListener("keydown", press);
-unpack().then(show);
+unpack().then(show, () =>
+  $("detail").append("Its bytes were changed: open it from the disk, or serve it without a charset."));
