@@ -23,7 +23,7 @@ from test_kernels import (BF16_TWICE, EXACT, PRECISIONS, SUMS, TF32, assert_clos
                           unwritten, wide)
 from test_matmul_swiglu import frame_sizes
 from train_llama3 import Config
-from train_speedrun import qknorm_backward
+from train_speedrun import qknorm_backward, rope_table
 from train_speedrun_cuda import Speedrun
 
 LAYER = SimpleNamespace(KERNELS=("attention",), CONSTANTS={})
@@ -122,7 +122,7 @@ def test_gradients_of_normalized_queries_and_keys(gpu, B, T, NH, HS, precision, 
     device, Q, QKV, e = open_once(config, numbers, arch, True), NH * HS, 3 * NH * HS, numbers.dtype
     on_stream(device)
     inp, dout = random(B, T, QKV, seed=1, dtype=e), random(B, T, Q, seed=2, dtype=e)
-    tables, rstd = train_llama3.rope_table(config, T), random(B, T, 2 * NH, seed=3) ** 2
+    tables, rstd = rope_table(config, T), random(B, T, 2 * NH, seed=3) ** 2  # half of a head is not rotated
     inp_gpu, dout_gpu = on_gpu(inp, dout, dtype=e)
     out, lse = unwritten(B, T, Q, dtype=e), unwritten(B, NH, T)
     cuda.attention_forward(device, out, lse, inp_gpu, *sizes)
