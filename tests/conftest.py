@@ -66,8 +66,11 @@ def needs_gpu(item):
 
 
 @pytest.fixture(autouse=True)
-def left_after_a_test(request):
-    """The streams that on_stream has entered, and CuPy's unused memory, which other processes of a test run need."""
+def around_a_test(request, monkeypatch, tmp_path_factory):
+    """Fake GPUs leave nothing in the user's cache, where real ones find their kernels. After a test, the streams that
+    on_stream has entered are left, and CuPy's unused memory is free, which other processes of a test run need."""
+    if not needs_gpu(request.node):
+        monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     with contextlib.ExitStack() as on_stream.entered:
         yield
     if needs_gpu(request.node):
@@ -78,13 +81,6 @@ def on_stream(device):
     """The rest of a test is on this device's stream. (Not by CuPy's Stream.use: after the next `with` block of another
     stream, one would be on the default stream, which waits for none of ours.)"""
     on_stream.entered.enter_context(device.stream)
-
-
-@pytest.fixture(autouse=True)
-def cache(request, monkeypatch, tmp_path_factory):
-    """Fake GPUs leave nothing in the user's cache, in which real ones find their kernels."""
-    if not needs_gpu(request.node):
-        monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def pytest_addoption(parser):
@@ -538,8 +534,7 @@ def install(fake, change):
 
 
 @pytest.fixture
-def fake_gpu(monkeypatch, tmp_path):
+def fake_gpu(monkeypatch):
     """A FakeGPU, in the place of all modules'."""
-    monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path / "cache"))
     install(fake := FakeGPU(), monkeypatch.setattr)
     return fake

@@ -31,13 +31,7 @@ from test_gpt2 import need, untied_llama
 from train_gpt2 import GPT2
 from train_llama3 import Llama3
 
-RESULT = {"B": 4, "ms": 10.0, "first": 2.0, "memory": 2**30, "used": 2**31, "gpu": "NVIDIA H200"}
 SWEEP = ("-o", "s", "-b", 2, "-t", 8, "-m", 2, "-v", 4)
-
-
-@pytest.fixture
-def without_gpu(monkeypatch):
-    monkeypatch.setattr(sweep, "count_gpus", unittest.mock.Mock(side_effect=UserError("no GPU here")))
 
 
 def test_a_worker_on_the_cpu(monkeypatch, tmp_path):
@@ -77,9 +71,10 @@ def test_what_needs_a_gpu_says_so(monkeypatch, run_here, program, flags):
     assert_one_line_error(run_here(program, *flags, check=False), "GPU")
 
 
-def test_a_sweep_s_runs_table_and_picture(workplace, without_gpu, run_here):
+def test_a_sweep_s_runs_table_and_picture(workplace, run_here, monkeypatch):
     """One learning rate is too high: those runs fail, and are tried again by the same command. What is no sweep is
     refused."""
+    monkeypatch.setattr(sweep, "count_gpus", unittest.mock.Mock(side_effect=UserError("no GPU here")))
     flags = (*SWEEP, "-x", 10, "--seed", "1,2")
     done = run_here(sweep, *flags, "-l", "1e-3,1e38", check=False)
     assert done.returncode == 1 and "s/l=1e+38_seed=1: failed (1): train_gpt2.py: error:" in done.stderr

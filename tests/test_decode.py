@@ -2,7 +2,6 @@
 and Choice, on fresh random data and awkward shapes; whole texts against the CPU's; and, with no GPU, that all compile
 and every launch passes what its kernel takes."""
 
-import contextlib
 import os
 
 import numpy as np
@@ -13,7 +12,7 @@ import llmc.gpu.decoder
 import train_gpt2
 import train_llama3
 import train_speedrun
-from conftest import random_params
+from conftest import on_stream, random_params
 from llmc.checkpoint import write_model
 from llmc.gpu.decoder import (TEXT_CONTROL, DECODE, decode_files, decode_geometry, decode_logits, decode_sample,
                               open_decoder)
@@ -127,21 +126,15 @@ def rounded(array, dtype):
 @pytest.fixture
 def decoders(gpu):
     """(config, dtype, B) -> one on the GPU, with its stream current, and one in NumPy with the same weights."""
-    with contextlib.ExitStack() as stack:
-        def make(config, dtype, B):
-            params = random_model(config, seed=os.getpid())
-            flat(params)[:] = rounded(flat(params), dtype)
-            ours = open_decoder(architecture_of(config), gpu, config, params, B, config.maxT, dtype)
-            stack.enter_context(ours.device.stream)
-            in_numpy = {GPT2: train_gpt2.GPT2, Llama3: train_llama3.Llama3, Speedrun: train_speedrun.Speedrun}
-            return ours, in_numpy[ours.architecture].Decoder(config, params, B, config.maxT)
+    def make(config, dtype, B):
+        params = random_model(config, seed=os.getpid())
+        flat(params)[:] = rounded(flat(params), dtype)
+        ours = open_decoder(architecture_of(config), gpu, config, params, B, config.maxT, dtype)
+        on_stream(ours.device)
+        in_numpy = {GPT2: train_gpt2.GPT2, Llama3: train_llama3.Llama3, Speedrun: train_speedrun.Speedrun}
+        return ours, in_numpy[ours.architecture].Decoder(config, params, B, config.maxT)
 
-        yield make
-
-
-def fill(tensors, names, value):
-    for name in names:
-        getattr(tensors, name).view(np.uint8).fill(value)
+    return make
 
 
 def run_pass(decoder, tokens):
@@ -185,7 +178,8 @@ def check_pass(ours, cpu, dtype, B, T, position):
         theirs[:, :, :, :position] = rounded(before, dtype)
         theirs[:, :, :, position:] = np.nan
         mine.set(bf16_bits(theirs) if dtype == "bfloat16" else theirs)
-    fill(ours.acts, ("residual", "branches", "normed", "query", "atty", "parts", feed_forward, "logits"), 0xFF)
+    for name in ("residual", "branches", "normed", "query", "atty", "parts", feed_forward, "logits"):
+        getattr(ours.acts, name).view(np.uint8).fill(0xFF)
     ours.set(position=position)
     run_pass(ours, tokens)
     logits = cpu.forward(tokens, position)

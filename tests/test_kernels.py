@@ -266,14 +266,10 @@ SHAPES = [(1, 1), (3, 97), (1, 1000), (3, 1024)]
 MATMULS = {}
 
 
-def model_id(config):
-    return f"C{config.C}xNH{config.NH}xV{config.V}"
-
-
 CASES = [(config, name) for config in MODELS for name in ("tf32", "bf16")] + [(MODELS[3], "bf16-float32-grads")]
 
 
-@pytest.fixture(params=CASES, ids=lambda case: f"{model_id(case[0])}-{case[1]}")
+@pytest.fixture(params=CASES, ids=lambda case: f"C{case[0].C}xNH{case[0].NH}xV{case[0].V}-{case[1]}")
 def device(request, gpu):
     config, precision = request.param
     return get_device(gpu, config, PRECISIONS[precision])

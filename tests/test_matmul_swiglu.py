@@ -1,5 +1,5 @@
 """Matmuls with SwiGLU and RoPE in their epilogues, on Hopper, against float64; and, with no GPU, that they compile into
-registers alone and are launched with what they take."""
+registers alone. (test_kernels.py has their launches in a step.)"""
 
 import functools
 import struct
@@ -10,11 +10,10 @@ import pytest
 
 from conftest import on_stream
 from llmc.gpu.device import Device, to_float32
-from llmc.gpu.geometry import KERNELS, blocks, hopper_matmul, kernel_files, launch_geometry, pack
+from llmc.gpu.geometry import blocks, hopper_matmul, kernel_files, launch_geometry, pack
 from llmc.gpu.matmul import Linear, Matmul
 from llmc.gpu.precision import Precision
-from test_kernels import (SUMS, assert_close, check_launches, compile_file, on_gpu, random, signatures, unwritten,
-                          wide)
+from test_kernels import SUMS, assert_close, compile_file, on_gpu, random, unwritten, wide
 from train_llama3 import Config
 
 BFLOAT16 = Precision("bfloat16")
@@ -27,22 +26,20 @@ def model(C=64, F=96, NH=4, NKV=2, HS=16):
     return Config(1024, 257, 1, NH, NKV, C, 264, F, HS)
 
 
+@functools.cache
 def open_matmul(gpu, config):
-    """A Matmul by the rule, with the kernels of these layers."""
+    """A Matmul by the rule, with the kernels of these layers; once for all tests."""
     layers = SimpleNamespace(KERNELS=("matmul", "matmul_swiglu", "swiglu"), CONSTANTS={})
     files = kernel_files(layers, config, BFLOAT16, gpu.arch, "auto")
     device = Device(gpu, list(files.values()), launch_geometry(config, BFLOAT16, gpu.arch))
     return Matmul(device, BFLOAT16)
 
 
-open_once = functools.cache(open_matmul)
-
-
 def get(gpu, monkeypatch, config, sm_count=None):
-    """The same, once for all tests. sm_count: blocks at most, so that each computes many tiles."""
+    """The same, on Hopper. sm_count: blocks at most, so that each computes many tiles."""
     if not hopper_matmul(BFLOAT16, gpu.arch):
         pytest.skip(f"{gpu.arch} is not Hopper")
-    matmul = open_once(gpu, config)
+    matmul = open_matmul(gpu, config)
     on_stream(matmul.device)
     if sm_count:
         monkeypatch.setattr(matmul.device, "sm_count", sm_count)
@@ -169,19 +166,3 @@ def test_nothing_spills(config):
     layers = SimpleNamespace(KERNELS=("matmul_swiglu",), CONSTANTS={})
     file = kernel_files(layers, config, BFLOAT16, "sm_90a")["matmul_swiglu"]
     assert frame_sizes(compile_file(file, "sm_90a")) == [0] * len(file.kernels)
-
-
-def test_launches_pass_what_the_kernels_take(fake_gpu):
-    N, C, F, QKV = 6, 64, 96, 960
-    matmul = open_matmul(fake_gpu.gpu, model(C, F, 9, 3, 64))
-    assert Linear(matmul, None).fuses
-    empty = functools.partial(fake_gpu.cp.empty, dtype="uint16")
-    rope, fake_launches = fake_gpu.cp.empty((3, 32, 2), "float32"), fake_gpu.launches
-    fake_launches.clear()
-    Linear(matmul, empty((2 * F, C))).forward_swiglu(empty((2, 3, 2 * F)), empty((2, 3, F)), empty((2, 3, C)))
-    Linear(matmul, empty((C, F))).backward_inp_swiglu(empty((2, 3, 2 * F)), empty((2, 3, C)), empty((2, 3, 2 * F)))
-    Linear(matmul, empty((QKV, C))).forward_rope(empty((2, 3, QKV)), empty((2, 3, C)), rope, 3)
-    Linear(matmul, empty((1280, C))).forward_rope(empty((2, 3, 1280)), empty((2, 3, C)), rope, 3)
-    assert [launch.name for launch in fake_launches] == list(KERNELS["matmul_swiglu"])
-    assert [launch.arguments[-4] for launch in fake_launches] == [N] * 4  # M, then N, K, band
-    check_launches(fake_launches, fake_gpu.gpu, BFLOAT16, signatures("hopper/matmul_swiglu"))

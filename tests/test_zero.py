@@ -91,11 +91,8 @@ def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
 
 
 def empty_share(shares, rank=0):
-    return share_of(shares.table, *np.zeros((3, shares.share_size(rank)), np.float32), shares, rank)
-
-
-def share_of(table, m, v, exact, shares, rank):
-    return OwnedShare(table, {"m": m, "v": v}, exact, shares, rank)
+    m, v, exact = np.zeros((3, shares.share_size(rank)), np.float32)
+    return OwnedShare(shares.table, {"m": m, "v": v}, exact, shares, rank)
 
 
 def write_states(path, ranks, table, rng, ours=True):
@@ -103,7 +100,8 @@ def write_states(path, ranks, table, rng, ours=True):
     shares = Shares(table, ranks, llmc=not ours)
     whole = [rng.standard_normal(shares.size).astype(np.float32) ** 2 for _ in range(3)]
     for rank in range(ranks):
-        owned = share_of(table, *(shares.take(array, rank) for array in whole), shares, rank)
+        m, v, exact = (shares.take(array, rank) for array in whole)
+        owned = OwnedShare(table, {"m": m, "v": v}, exact, shares, rank)
         progress = Progress(3, 1337, Position(0, 6), (2, 4, 0) if ours else (0, 0, 0))
         write_optimizer_state(rank_path(path, rank), owned, progress)
         if not ours:
