@@ -74,10 +74,10 @@ def test_a_failed_download_leaves_nothing(tmp_path, run_here, pages, words):
 
 @pytest.mark.parametrize("space", (" ", "\n "))
 def test_white_space_of_a_million_characters(vocabulary_here, space):
-    """tiktoken alone: Regex error while tokenizing ... Max stack size exceeded for backtracking."""
-    vocabulary, short, text = open_vocabulary("gpt2"), f"a{space * 1000}b", f"a{space * 1200000}b"
+    """tiktoken alone: Regex error while tokenizing ... Max stack size exceeded for backtracking. EOT is text."""
+    vocabulary, short, text = open_vocabulary("gpt2"), f"a{space * 1000}b{EOT}'LL", f"a{space * 1200000}b"
     assert vocabulary.decode(vocabulary.encode(text)) == text
-    assert vocabulary.encode(short) == vocabulary.encoding.encode(short)
+    assert vocabulary.encode(short) == pytest.importorskip("tiktoken").get_encoding("gpt2").encode_ordinary(short)
 
 
 def test_a_small_text_is_split_or_refused(tmp_path, tiny_shakespeare, vocabulary_here, run_here):

@@ -19,10 +19,10 @@ from conftest import (BYTES, ROOT, SMALL, SMALL_HEADS, SMALL_LLAMA, draw_slowly,
 from llmc import api
 from llmc.checkpoint import write_model
 from llmc.dataloader import write_tokens
-from llmc.errors import UserError, import_package
+from llmc.errors import UserError
 from llmc.sampler import Choice, sample_multinomial
 from llmc.tokenizer import write_tokenizer
-from llmc.vocabulary import Folder, open_vocabulary
+from llmc.vocabulary import Folder
 
 MODEL = "gpt2_124M.bin"
 
@@ -160,14 +160,6 @@ def test_prompts_and_end_of_text(always, text_of, samples_of, monkeypatch):
     assert text_of("--samples", 2, "--tokens", 2) == "!!\n---\n!!\n"
     always(0xC3)  # half a letter
     assert text_of("--prompt", "a", "--tokens", 1) == "a\ufffd\n"
-
-
-def test_a_prompt_in_gpt_2_s_vocabulary(vocabulary_here):
-    """Special tokens are text."""
-    tokenizer = open_vocabulary("gpt2")  # its encoding is made of the tokens
-    encoding = import_package("tiktoken", "this test").get_encoding("gpt2")
-    for text in ("naïve\n <|endoftext|> x", "It's 1234 o'clock,  they'LL\t\tsay\r\n\n— ☃ 日本語 " + 50 * "ab "):
-        assert tokenizer.encode(text) == encoding.encode_ordinary(text)
 
 
 def test_a_vocabulary_beside_the_model(workplace, always, text_of, run_here, monkeypatch):

@@ -33,8 +33,7 @@ import llmc.progress
 import plot_log
 import train_gpt2
 import train_gpt2_cuda
-from conftest import (BYTES, ROOT, SMALL, SMALL_LLAMA, draw_slowly, make_model, random_params, remove_after,
-                      trainer_of)
+from conftest import ROOT, SMALL, SMALL_LLAMA, draw_slowly, make_model, random_params, remove_after, trainer_of
 from llmc.checkpoint import write_model
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.errors import UserError
@@ -261,10 +260,15 @@ def test_table(workplace, run_here):
     assert [row["tokens"] for row in read_table("run/main.csv")][-2:] == ["160", "224"]
 
 
-@pytest.mark.parametrize("order", ((), ("--shuffle", 1), ("--spread", 1), ("--shuffle", 1, "--spread", 1)))
-def test_resumed_run_is_bit_equal(workplace, order, train):
+@pytest.mark.parametrize("page, more", (
+    *((GPT2, order) for order in ((), ("--shuffle", 1), ("--spread", 1), ("--shuffle", 1, "--spread", 1))),
+    *((page, ("-e", size, "--print_every", 1)) for page, size in ((Llama3, "l2"), (Speedrun, "s2")))))
+def test_resumed_run_is_bit_equal(workplace, run_here, page, more):
     """Also once it is finished: then nothing is done."""
-    flags = (*"-x 9 -v 3 -s 3 -u 2 -k cosine -c 0.1 --grad_clip 1 -d 32 -l 0.01 -n 4".split(), *order)
+    def train(*flags):
+        return run_here(trainer_of(page), *FAST, *flags).stdout
+
+    flags = (*"-x 9 -v 3 -s 3 -u 2 -k cosine -c 0.1 --grad_clip 1 -d 32 -l 0.01 -n 4".split(), *more)
     whole = train(*flags, "-o", "whole")
     train(*flags, "-o", "parts")
     remove_after("parts", 4)
@@ -278,19 +282,12 @@ def test_resumed_run_is_bit_equal(workplace, order, train):
 
 @pytest.mark.parametrize("page, size", ((Llama3, "l2"), (Speedrun, "s2")))
 def test_a_run_of_another_page(workplace, run_here, page, size):
-    """One that is resumed has the bits of one that is not; it writes text, and is for its own page alone."""
-    write_tokenizer("data/tiny_shakespeare_tokenizer.bin", BYTES, 256)
-    trainer, flags = trainer_of(page), ("-e", size, "-b", 2, "-t", 16, "-s", 4, "-v", 4, "-n", 2, "-x", 4, "-o")
-    for directory in ("whole", "parts"):
-        run_here(trainer, *flags, directory)
-    remove_after("parts", 2)
-    assert "resuming at step 2" in run_here(trainer, *flags, "parts", "-y", 1).stdout
-    for name in checkpoint_paths("", 4):
-        assert Path("parts", name).read_bytes() == Path("whole", name).read_bytes()
-    printed = run_here(generate, "parts", "--prompt", "ab", "--tokens", 20, "--ignore_eot", "--device", "cpu").stdout
+    """It writes text, and is for its own page alone."""
+    for flags in (("-e", size, "-o", "run"), ("-e", "run")):
+        run_here(trainer_of(page), *FAST, "-x", 2, "-s", 0, *flags)
+    printed = run_here(generate, "run", "--prompt", "ab", "--tokens", 20, "--ignore_eot", "--device", "cpu").stdout
     assert printed.startswith("ab") and len(printed) > 10
-    run_here(trainer, "-e", "parts", "-b", 2, "-t", 16, "-x", 2, "-s", 0)
-    run_here(train_gpt2, "-e", "parts", fails=(f"checkpoint of {page.__module__}.py" if page is Speedrun else
+    run_here(train_gpt2, "-e", "run", fails=(f"checkpoint of {page.__module__}.py" if page is Speedrun else
                                                "Llama 3 checkpoint", "run the other page"))
 
 

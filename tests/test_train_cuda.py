@@ -140,27 +140,14 @@ def test_a_run_on_a_fake_gpu(fake_gpu, heads, run_here, dtype, recompute):
     assert complete_checkpoints("run") == [4]
 
 
-def test_steps_go_on_while_a_checkpoint_is_written(fake_gpu, heads, run_here, monkeypatch):
+def test_steps_go_on_while_a_checkpoint_is_written(fake_gpu, heads, run_here, at_call):
     """And what fails is a line, soon, with the checkpoint before whole."""
-    flags, second = (*FAST, "-v", 0, "-s", 0, "-n", 1, "-o", "run"), threading.Event()
-    begin_step, save_checkpoint = Trainer.begin_step, llmc.gpu.saver.save_checkpoint
-
-    def begin(*arguments):
-        number = begin_step(*arguments)
-        if number == 1:
-            second.set()
-        return number
-
-    def save(*arguments, **options):
-        assert second.wait(10), "no second step has begun"
-        save_checkpoint(*arguments, **options)
-
-    fail = Mock(side_effect=UserError("run/state: no space left on device"))
-    monkeypatch.setattr(Trainer, "begin_step", begin)
-    monkeypatch.setattr(llmc.gpu.saver, "save_checkpoint", save)
+    flags, second, begun = (*FAST, "-v", 0, "-s", 0, "-n", 1, "-o", "run"), threading.Event(), []
+    at_call(Trainer, "begin_step", 1, second.set)
+    at_call(llmc.gpu.saver, "save_checkpoint", 0, lambda: begun.append(second.wait(10)))
     run_here(cuda, *flags, "-x", 3)
-    assert newest_checkpoint("run") == 3
-    monkeypatch.setattr(llmc.gpu.saver, "save_checkpoint", fail)
+    assert begun == [True] and newest_checkpoint("run") == 3
+    at_call(llmc.gpu.saver, "save_checkpoint", 0, Mock(side_effect=UserError("run/state: no space left on device")))
     done = run_here(cuda, *flags, "-n", 30, "-x", 60, "-y", 1, check=False)
     assert_one_line_error(done, "run/state: no space left on device")
     assert "\nstep   30/60" in done.stdout and "\nstep   59/60" not in done.stdout

@@ -439,10 +439,6 @@ def inputs_of_the_first_batch(right):
     return wrong
 
 
-def cleared(transposed):
-    transposed.data.memset_async(0, transposed.nbytes)  # a run before may have left the right numbers here
-
-
 FP8_FAULTS = {  # what is wrong: (class, method, the fault, the first red row)
     "a stale scale in a forward pass": (Fp8, "multiply", stale_scale, "dlnfb"),
     "a stale scale in dinp": (Fp8Linear, "backward_inp", lambda right: lambda linear, dinp, dout, scale=1.0: right(
@@ -457,8 +453,8 @@ FP8_FAULTS = {  # what is wrong: (class, method, the fault, the first red row)
     "a weight's two copies exchanged": (Fp8, "quantize", copies_of(
         "weight", lambda fp8, plain, transposed: (transposed.reshape(plain.shape), plain.reshape(transposed.shape))),
         "losses"),
-    "a weight's transposed copy not written": (Fp8, "quantize", copies_of(
-        "weight", lambda fp8, plain, transposed: (plain, cleared(transposed))), "dlnfb"),
+    "a weight's transposed copy not written": (Fp8, "quantize", copies_of(  # but cleared: a run before has left it
+        "weight", lambda fp8, plain, transposed: (plain, transposed.data.memset_async(0, transposed.nbytes))), "dlnfb"),
     "a stale scale of the classifier's weight": (Fp8, "scale", lambda right: lambda fp8, name, l, role: (
         right(fp8, name, l, role) * (2 if (name, role) == ("logits", "weight") else 1)), "dlnfb"),
 }
