@@ -187,17 +187,22 @@ def draw_slowly(T, prompt, count, choice=Choice()):
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    """A directory with a small model, tokenizer and token files, which is the current directory of the test."""
-    write_model(tmp_path / "gpt2_124M.bin", SMALL, random_params(SMALL))
-    write_tokenizer(tmp_path / "gpt2_tokenizer.bin", BYTES, 256)
-    (tmp_path / "data").mkdir()
-    rng = np.random.default_rng(3)
-    for split, count in (("train", 4000), ("val", 600)):
-        tokens = rng.integers(0, SMALL.V, count, dtype=np.int32)
-        write_tokens(tmp_path / "data" / f"tiny_shakespeare_{split}.bin", [tokens], count)
+def here(tmp_path, monkeypatch):
+    """An empty directory, the current one of the test."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def workplace(here):
+    """The same with a small model, tokenizer and token files."""
+    write_model("gpt2_124M.bin", SMALL, random_params(SMALL))
+    write_tokenizer("gpt2_tokenizer.bin", BYTES, 256)
+    os.mkdir("data")
+    rng = np.random.default_rng(3)
+    for split, count in (("train", 4000), ("val", 600)):
+        write_tokens(f"data/tiny_shakespeare_{split}.bin", [rng.integers(0, SMALL.V, count, dtype=np.int32)], count)
+    return here
 
 
 @pytest.fixture

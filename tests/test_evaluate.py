@@ -56,12 +56,11 @@ def examples(workplace):
     return examples
 
 
-def test_prepro_hellaswag(tmp_path, vocabulary_here, run_here, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_prepro_hellaswag(here, vocabulary_here, run_here, monkeypatch):
     with Server({"/x": (200, {}, LINES.encode())}) as server:
         command = hellaswag, "--url", f"{server.url}/x"
         run_here(*command, fails=("/x: SHA-256", "expected 0aa3b88843990f3f", "--input FILE"))
-        assert not list((tmp_path / "data").iterdir())
+        assert not list((here / "data").iterdir())
         monkeypatch.setattr(hellaswag, "SHA256", hashlib.sha256(LINES.encode()).hexdigest())
         for _ in range(2):
             assert run_here(*command).stdout == f"Saved 2 examples to {HELLASWAG}\n"
@@ -70,7 +69,7 @@ def test_prepro_hellaswag(tmp_path, vocabulary_here, run_here, monkeypatch):
              1, 275, 1, 257]
     second = [65535, 2 * 18, 1, 0, 4, 2, 464, 4252, 2, 16736, 13, 2, 5621, 13, 1, 275, 1, 257]
     header = struct.pack("<256i", 20240522, 1, 2, 2 * 26, *[0] * 252)
-    assert (tmp_path / HELLASWAG).read_bytes() == header + struct.pack(f"<{26 + 18}H", *first, *second)
+    assert (here / HELLASWAG).read_bytes() == header + struct.pack(f"<{26 + 18}H", *first, *second)
 
 
 @pytest.mark.parametrize("line, word", (

@@ -292,20 +292,19 @@ def sentence_piece():
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(here):
     """folder(tokenizer, {file: object}, rows) writes the folder `hf`, also as model.bin of so many rows."""
     def write(tokenizer, files=None, rows=0):
-        (tmp_path / "hf").mkdir(exist_ok=True)
+        (here / "hf").mkdir(exist_ok=True)
         tokenizer.save("hf/tokenizer.json")
         for name, found in (files or {"tokenizer_config.json": {"eos_token": "<|eos|>"}}).items():
-            (tmp_path / "hf" / name).write_text(found if isinstance(found, str) else json.dumps(found))
+            (here / "hf" / name).write_text(found if isinstance(found, str) else json.dumps(found))
         if rows:
             config = dataclasses.replace(SMALL, V=rows, Vp=rows)
             write_model("model.bin", config, random_params(config))
             save_vocabulary("tokenizer.bin", open_vocabulary("hf"))
         return "hf"
 
-    monkeypatch.chdir(tmp_path)
     return write
 
 

@@ -444,12 +444,11 @@ def test_schedules():
     assert rates(schedule="wsd", final_fraction=0.5, warmup_steps=2)[7:] == [1.0, 1.0, round(1 - 0.5 * 0.5**0.5, 4)]
 
 
-def test_defaults(tmp_path, monkeypatch):
+def test_defaults(here):
     """A model file's are llm.c's, those of random weights ours; given flags come first; a file named d4 is a file."""
     s = Settings()
     assert (s.val_every, s.val_batches, s.sample_every, s.sample_tokens) == (10, 5, 20, 64)
     assert (s.T, s.beta1, s.beta2, s.eps, s.weight_decay) == (64, 0.9, 0.999, 1e-8, 0.0)
-    monkeypatch.chdir(tmp_path)
     names = "B", "steps", "shuffle", "spread", "learning_rate", "warmup_steps", "schedule", "grad_clip"
     llmc, defaults = (4, 41, -1, 0, 1e-4, 0, "constant", 0.0), (16, 1000, 1, 1, 0.0018, 100, "cosine", 1.0)
     given = 16, 50, 1, 0, 1e-4, 5, "cosine", 0.0
@@ -459,5 +458,5 @@ def test_defaults(tmp_path, monkeypatch):
         assert tuple(getattr(settings, name) for name in names) == expected
     settings = parse_settings(train_gpt2_cuda.CudaSettings, "", ["-e", "d12", "-x", "0"])
     assert (settings.B, settings.learning_rate, settings.warmup_steps) == (4, 6e-4, 100)
-    (tmp_path / "d4").touch()
+    (here / "d4").touch()
     assert parse_settings(Settings, "", ["-e", "d4"]).steps == 41

@@ -95,14 +95,13 @@ def test_what_the_notebook_stores():
     assert [cell["execution_count"] for cell in CELLS] == list(range(1, len(CELLS) + 1)), "run once, in their order"
 
 
-def test_the_notebook_runs(tmp_path, monkeypatch, run_here):
+def test_the_notebook_runs(here, monkeypatch, run_here):
     """In this process: a line that begins with ! is a program with its flags."""
     pytest.importorskip("IPython")
-    monkeypatch.chdir(tmp_path)
     for name, value in dict(FIRST_RUN_STEPS="4", FIRST_RUN_TEXT="my text.txt", TQDM_DISABLE="1").items():
         monkeypatch.setenv(name, value)
-    (tmp_path / "train_gpt2.py").touch()  # so the cells know where they are
-    (tmp_path / "my text.txt").write_text("First Citizen: what, ROMEO!\n" * 400)
+    (here / "train_gpt2.py").touch()  # so the cells know where they are
+    (here / "my text.txt").write_text("First Citizen: what, ROMEO!\n" * 400)
 
     def run(command):
         program, *flags = shlex.split(command)
@@ -115,7 +114,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch, run_here):
         code = re.sub(r"^!\{python\} (.*)", r"run(f'''\1''')", code, flags=re.MULTILINE)
         exec(re.sub(r"^( *)(!rm|%pip) .*", r"\1pass", code, flags=re.MULTILINE), names)
     check_notebook("".join(printed), 4)
-    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert (here / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -130,17 +129,16 @@ TRAINERS = {f"{trainer.__module__}.py": trainer for page in pages() for trainer 
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
+def project(here, monkeypatch):
     """The recipes in an empty project, the current directory; project(text) makes `python`; a GPU is listed."""
-    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "data").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    shutil.copytree(ROOT / "scripts", here / "scripts")
+    (here / "bin").mkdir()
+    (here / "data").mkdir()
+    monkeypatch.setenv("PATH", f"{here / 'bin'}:{os.environ['PATH']}")
 
     def make(text, name="python"):
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
+        (here / "bin" / name).write_text(text)
+        (here / "bin" / name).chmod(0o755)
 
     make("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n", "nvidia-smi")
     return make

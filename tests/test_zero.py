@@ -89,8 +89,7 @@ def take_steps(ranks):
 
 
 @pytest.fixture
-def fork(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def fork(here):
     return lambda work, size, **more: fork_ranks(join, size, work, **more)
 
 
