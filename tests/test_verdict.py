@@ -15,7 +15,8 @@ import torch
 
 import llmc.gpu.compiler
 import train_gpt2 as t
-from conftest import ROOT, on_stream
+import train_llama3
+from conftest import ROOT, on_stream, random_params
 from llmc.gpu.device import Device
 from fp8_reference import decode_e4m3, next_scales, round_e4m3, round_e5m2
 from llmc.gpu.fp8 import Fp8, Fp8Linear, Fp8Passes
@@ -308,6 +309,58 @@ def test_a_fault_in_a_kernel_is_red(fault, gpu, tmp_path, monkeypatch, capsys):
     else:
         assert not yardstick.judge(replay(BACKENDS[backend](GPU_CONFIG, params, x, y, SMOOTH)))
         assert first_wrong(capsys) == row
+
+
+LLAMA_KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there instead, the first red row)
+    "RMSNorm's eps doubled": ("cuda", "norm.cuh", "/ C + eps)", "/ C + 2.0f * eps)", "logits"),
+    "RMSNorm's gradient without the mean": ("cuda", "rmsnorm.cu", "- x.x[k] * scaled_mean", "", "dfcprojw"),
+    "RoPE's angles not negated": (
+        "cuda", "rope.cuh", "{angle.x, -angle.y}", "{angle.x, angle.y}", "dqkvw"),
+    "RoPE of one pair in four lost": (
+        "cuda", "rope.cu", "angles[k / 2]", "k == 2 ? float2{1.0f, 0.0f} : angles[k / 2]", "logits"),
+    "SwiGLU's slope without 1 - s": ("cuda", "swiglu.cuh", "__fmaf_rn(gated, __fsub_rn(1.0f, s), s)", "s", "dfcw"),
+    "one head of a group lost": (
+        "cuda", "attention.cu", "const int count = GROUP * head_tiles", "const int count = head_tiles", "dqkvw"),
+    "a wrong group": ("cuda", "attention.cu", "(h - h * GROUP) * HS", "(1 - h - h * GROUP) * HS", "dqkvw"),
+    "Hopper: queries rotated in the epilogue, keys not": (
+        "cuda-bf16-kernels", "hopper/matmul_swiglu.cu", "8 * unit >= Q + KV", "8 * unit >= Q", "logits"),
+    "Hopper: gradients rotated by one angle in four": (
+        "cuda-bf16", "hopper/attention.cu", "k / 2 * 4 + threadIdx.x % 4]", "k / 2 * 4]", "dqkvw"),
+    "Hopper: up and gate swapped in the gradient": (
+        "cuda-bf16", "hopper/matmul_swiglu.cu", "swiglu_gradient(x[i], number(up, i), gate[i]",
+        "swiglu_gradient(x[i], gate[i], number(up, i)", "dfcw"),
+}
+LLAMA_CONFIG = train_llama3.Config(96, 391, 2, 4, 2, 128, 512, 200, 64, tied=0, theta=1e3, factor=8, original=32)
+
+
+@functools.cache
+def llama_case(precision):
+    params, rng = random_params(LLAMA_CONFIG, spread=0.05, ones=1.0), np.random.default_rng(1)
+    for name, row in params.table.items():
+        if not row.vocabulary:
+            getattr(params, name)[...] = rng.normal(row.ones, 0.15, row.shape)
+    params = starting_weights(params, precision)
+    x, y = rng.integers(0, LLAMA_CONFIG.V, (2, 3, 70), dtype=np.int32)
+    return params, x, y, Yardstick(LLAMA_CONFIG, params, x, y, precision)
+
+
+@pytest.mark.parametrize("fault", (*KERNEL_FAULTS.values(), *LLAMA_KERNEL_FAULTS.values()), ids=str)
+def test_the_text_of_a_kernel_fault_is_there(fault):
+    _, file, right, _, _ = fault
+    assert (ROOT / "kernels" / file).read_text().count(right) == 1
+
+
+@pytest.mark.parametrize("fault", (None, *LLAMA_KERNEL_FAULTS))
+@pytest.mark.gpu
+def test_a_fault_in_a_kernel_of_llama_is_red(fault, gpu, tmp_path, monkeypatch, capsys):
+    backend, file, right, wrong, row = LLAMA_KERNEL_FAULTS.get(fault, ("cuda", "rope.cu", "", "", None))
+    if "bf16" in backend and gpu.arch != "sm_90a":
+        pytest.skip(f"{file}: for Hopper, this GPU is {gpu.arch}")
+    plant_in_a_kernel(tmp_path, monkeypatch, file, right, wrong)
+    params, x, y, yardstick = llama_case(precision_of(backend))
+    capsys.readouterr()
+    assert yardstick.judge(replay(BACKENDS[backend](LLAMA_CONFIG, params, x, y, SMOOTH))) == (fault is None)
+    assert first_wrong(capsys) == row
 
 
 @pytest.mark.gpu
