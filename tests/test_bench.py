@@ -1,6 +1,5 @@
-"""The programs of dev/ that measure, and what those for a GPU say where there is none; sweeps on the CPU: a run for
-each combination, the table, and what the same command does again; check_gpu.py on a GPU; profile_gpu.py also on a fake
-one: what it makes of the launches of a step."""
+"""The programs of dev/ that measure: bench.py, compare_losses.py, sweep.py; check_gpu.py on a GPU; profile_gpu.py also
+on a fake one: what it makes of the launches of a step."""
 
 import contextlib
 import csv
@@ -46,9 +45,8 @@ def test_a_worker_on_the_cpu(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("model", ("gpt2_124M.bin", "d2"))
 def test_pytorch_by_other_kernels_computes_the_same(workplace, run_here, model):
-    """Its losses, on the CPU, over four updates: those of train_gpt2.py, whether the batch comes at once or a sequence
-    at a time; with accumulation, clipping, decay and a schedule. A run that it starts has all settings, also -b 4, the
-    default of a file, but not of d2."""
+    """Its losses, on the CPU, over four updates with accumulation, clipping, decay and a schedule are train_gpt2.py's.
+    A run that it starts has all settings, also -b 4, the default of a file, but not of d2."""
     flags = ("-e", model, "-b", 4, "-t", 16, "-d", 128, "-x", 4, "-l", 1e-3, "-u", 2, "-k", "cosine", "-c", 0.1,
              "--grad_clip", 0.5, "-o", "run")
     run_here(train_gpt2, *flags, "-v", 0, "-s", 0)
@@ -72,8 +70,7 @@ def test_what_needs_a_gpu_says_so(monkeypatch, run_here, program, flags):
 
 
 def test_a_sweep_s_runs_table_and_picture(workplace, run_here, monkeypatch):
-    """One learning rate is too high: those runs fail, and are tried again by the same command. What is no sweep is
-    refused."""
+    """One learning rate is too high: those runs fail, and are tried again by the same command."""
     monkeypatch.setattr(sweep, "count_gpus", unittest.mock.Mock(side_effect=UserError("no GPU here")))
     flags = (*SWEEP, "-x", 10, "--seed", "1,2")
     done = run_here(sweep, *flags, "-l", "1e-3,1e38", check=False)

@@ -307,8 +307,7 @@ def test_drawing(decoders, V, spread, choice):
     (MODELS[1], 1, 30), (MODELS[1], 35, 90), (MODELS[1], 100, 5), (LLAMAS[3], 1, 30), (LLAMAS[3], 35, 90),
     (LLAMAS[4], 100, 5), (LLAMAS[0], 150, 20), (LLAMAS[6], 5, 10)), ids=label)
 def test_text_is_the_cpu_s_and_does_not_depend_on_the_batch(decoders, config, prompt, count):
-    """Also beyond the longest sequence, and for prompts of several passes. In float32; where rounding decides, texts
-    may part."""
+    """Also beyond the longest sequence, and for prompts of several passes. Where rounding decides, texts may part."""
     total, same, alone, choices = 0, 0, {}, (Choice(0.0), Choice(0.7, 10, 0.9), Choice(0.7), Choice())
     prompt = np.random.default_rng(1).integers(0, config.V, (1, prompt), dtype=np.int32)
     for choice in choices[: 4 if config.V < 2000 else 2]:  # among all of many tokens, rounding decides often

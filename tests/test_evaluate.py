@@ -74,9 +74,7 @@ def test_prepro_hellaswag(here, vocabulary_here, run_here, monkeypatch):
 
 @pytest.mark.parametrize("line, word", (
     ("not JSON", "JSONDecodeError"), ('{"ctx": "a"}', "endings"),
-    ('{"ctx": "a", "endings": ["b", "c"], "label": 0}', "2 endings"),
-    ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', "label 4"),
-    ('{"ctx": null, "endings": ["b", "c", "d", "e"], "label": 1}', "not text")))
+    ('{"ctx": "a", "endings": ["b", "c"], "label": 0}', "2 endings")))
 def test_prepro_hellaswag_refuses_other_lines(tmp_path, vocabulary_here, run_here, line, word):
     path = tmp_path / "x.jsonl"
     path.write_text(f"{LINES}{line}\n")

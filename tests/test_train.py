@@ -1,5 +1,4 @@
-"""The training program as a user runs it: what it prints and logs, resuming to the bit, interruptions, outliers,
-schedules."""
+"""The training program as a user runs it: lines, logs, resuming to the bit, interruptions, outliers, schedules."""
 
 import collections
 import contextlib
@@ -201,8 +200,7 @@ def test_durations_and_utilization():
 
 
 def test_samples_and_validation(workplace, train):
-    """A sample is as from forward passes over the whole context; it may be longer than T, whose window then moves on by
-    half. Validation is the mean of the first batches."""
+    """A sample is as from forward passes, also where it is longer than T; validation, the mean of the first batches."""
     os.unlink("gpt2_tokenizer.bin")
     output = train("-t", 5, "-g", 40, "-x", 1, "-s", 1, "-v", 1, "-m", 3, "-l", 0.0)
     assert [int(word) for word in output.split("---")[1].split()] == draw_slowly(5, [256], 39)

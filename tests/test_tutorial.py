@@ -1,6 +1,5 @@
-"""The pages of doc/: their Python blocks run and print what the page says, CUDA blocks compile, what they link to or
-name exists; the notebook's cells run one after the other, and what is stored in it is what a run prints. scripts/: each
-runs, for a short time, or with a Python that only notes its commands; the flags are the programs'."""
+"""The pages of doc/: blocks run and print what the page says, or compile; what they name exists; the notebook runs, and
+stores what a run prints. scripts/: each runs for a short time, or with a Python that only notes its commands."""
 
 import base64
 import importlib

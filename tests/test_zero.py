@@ -367,8 +367,7 @@ def die_after_step_2():
 
 
 def test_a_rank_that_dies(workplace, start):
-    """All end at once, the last checkpoint is whole, and a run goes on from it to the same end, where three
-    checkpoints of all ranks are kept."""
+    """All end at once; from the last checkpoint, a run goes on to the same end, and keeps three, of all ranks."""
     statuses, _, err = end_ranks(fork_ranks(die_after_step_2, 2, flags=MANY))
     assert statuses == [-9, 1] and "Traceback" not in err
     for size, *flags in ((1, "-o", "whole"), (2, "-y", 1)):
