@@ -212,28 +212,22 @@ def test_a_model_that_has_diverged(workplace, run_here, device):
 # ----------------------------------------------------------------------------------------------------------------------
 # llmc.api.load
 
-DEVICES = pytest.mark.parametrize("page, options", (
-    ("train_gpt2", {}), pytest.param("train_gpt2_cuda", {"B": 3, "dtype": "float32"}, marks=pytest.mark.gpu),
-    pytest.param("train_gpt2_cuda", {"B": 3, "dtype": "bfloat16"}, marks=pytest.mark.gpu)), ids=str)
-
-
-def load(page, path="gpt2_124M.bin", **options):
-    if page == "train_gpt2_cuda":
-        write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
-    return api.load(path, page == "train_gpt2_cuda", **options)
+DEVICES = pytest.mark.parametrize("on_gpu, options", (
+    (False, {}), pytest.param(True, {"B": 3, "dtype": "float32"}, marks=pytest.mark.gpu),
+    pytest.param(True, {"B": 3, "dtype": "bfloat16"}, marks=pytest.mark.gpu)), ids=str)
 
 
 @DEVICES
-def test_a_text_from_python(workplace, page, options):
+def test_a_text_from_python(heads, on_gpu, options):
     """Longer than the model sees, so that it is read in pieces."""
-    model, text = load(page, **options), "€: a text of more than 65 bytes, some of which are in a piece of their own"
+    model, text = api.load(MODEL, on_gpu, **options), "€: a text of more than 65 bytes, a few of them in a second piece"
     ids = model.tokenizer.encode(text)
     assert model.tokenizer.decode(ids) == text and bytes(ids) == text.encode() and len(ids) > model.T + 1
     check, losses = make_model(1, model.T, config=model.config), []
     for begin in range(0, len(ids) - 1, model.T):
         piece = np.array([ids[begin : begin + model.T + 1]])
         losses += check.losses(piece[:, :-1], piece[:, 1:])[0].tolist()
-    tolerance = 1e-6 if page == "train_gpt2" else 1e-2
+    tolerance = 1e-2 if on_gpu else 1e-6
     assert abs(model.loss(text) - np.mean(losses)) < tolerance * np.mean(losses) and model.loss(ids) == model.loss(text)
     assert model.generate(text, tokens=9).startswith(text) and model.generate(tokens=5) == model.generate(tokens=5)
     likeliest = model.generate([1, 2], tokens=3, temperature=0)
@@ -241,13 +235,13 @@ def test_a_text_from_python(workplace, page, options):
 
 
 @DEVICES
-def test_steps_from_python_are_the_trainer_s(workplace, page, options):
+def test_steps_from_python_are_the_trainer_s(heads, on_gpu, options):
     """Loss and model after three updates: the same bits, whatever comes between the steps."""
     T, flags = 32, ("--dtype", options["dtype"]) if options else ()
     write_tokens("data/tiny_shakespeare_train.bin", [np.random.default_rng(0).integers(0, 257, 9 * T + 1)], 9 * T + 1)
-    model = load(page, weight_decay=0.1, grad_clip=0.5, **options, **({"T": T} if options else {}))
-    done = run_program(f"{page}.py", "-b", 3, "-t", T, "-x", 3, "-l", 1e-3, "-c", 0.1, "--grad_clip", 0.5, "-v", 0,
-                       "-s", 0, "-o", "run", *flags)
+    model = api.load(MODEL, on_gpu, weight_decay=0.1, grad_clip=0.5, **options, **({"T": T} if options else {}))
+    done = run_program("train_gpt2_cuda.py" if on_gpu else "train_gpt2.py", "-b", 3, "-t", T, "-x", 3, "-l", 1e-3,
+                       "-c", 0.1, "--grad_clip", 0.5, "-v", 0, "-s", 0, "-o", "run", *flags)
     ids = np.fromfile("data/tiny_shakespeare_train.bin", "<i4")
     for step in range(3):
         rows = ids[3 * T * step : 3 * T * (step + 1) + 1]
@@ -259,26 +253,28 @@ def test_steps_from_python_are_the_trainer_s(workplace, page, options):
     model.save("python/model.bin")
     with open("run/model_00000003.bin", "rb") as trained, open("python/model.bin", "rb") as saved:
         assert trained.read() == saved.read()
-    assert load(page, "python/model.bin", **options).tokenizer.tokens == BYTES
+    assert api.load("python/model.bin", on_gpu, **options).tokenizer.tokens == BYTES
 
 
 @DEVICES
-def test_calls_that_are_refused(workplace, page, options):
-    model, ids = load(page, **options), np.zeros((3, 16), int)
+def test_calls_that_are_refused(heads, on_gpu, options):
+    def load(path=MODEL, **more):
+        return api.load(path, on_gpu, **options, **more)
+
+    model, ids = load(), np.zeros((3, 16), int)
     model.forward(*np.zeros((2, 3, model.T), int))
     model.backward()
     for call, words in (
         (lambda: model.update(-1), "learning_rate -1"), (lambda: model.update(math.nan), "nan"),
         (lambda: model.generate("a", temperature=-1), "temperature .*expected"),
         (lambda: model.generate("a", seed=2**64), "seed .*expected"), (lambda: model.save("data"), "is no file"),
-        (lambda: load(page, **options).backward(), "of forward"),
-        (lambda: load(page, **options).update(1), "a call of backward"),
+        (lambda: load().backward(), "of forward"), (lambda: load().update(1), "a call of backward"),
         (lambda: (model.forward(ids, ids), model.loss("ab"), model.backward()), "right before"),
         (lambda: model.forward(ids[0], ids[0]), "expected integers"), (lambda: model.forward(ids, ids[1:]), "shape"),
         (lambda: model.forward(ids / 2, ids / 2), "float64"), (lambda: model.forward(ids + 257, ids), "0 to 256"),
-        (lambda: model.forward(*np.zeros((2, 1, 65), int)), "at most 32|room for"), (lambda: model.loss("a"), "2"),
-        (lambda: load(page, weight_decay=-1), "weight_decay"), (lambda: load(page, schedule="cosine"), "expected"),
-        (lambda: load(page, "nowhere"), "no such file")):
+        (lambda: model.forward(*np.zeros((2, 1, 65), int)), "at most 64|room for"), (lambda: model.loss("a"), "2"),
+        (lambda: load(weight_decay=-1), "weight_decay"), (lambda: load(schedule="cosine"), "expected"),
+        (lambda: load("nowhere"), "no such file")):
         with pytest.raises(UserError, match=words):
             call()
 
@@ -289,7 +285,7 @@ def test_batches_may_grow(workplace, config):
     are not finite are not saved."""
     write_model("gpt2_124M.bin", config, random_params(config))
     os.unlink("gpt2_tokenizer.bin")
-    models, ids = (load("train_gpt2"), load("train_gpt2")), np.arange(4 * 16).reshape(4, 16)
+    models, ids = (api.load(MODEL), api.load(MODEL)), np.arange(4 * 16).reshape(4, 16)
     assert models[0].generate([1, 2], 3)[:2] == [1, 2] and type(models[0].model).Config is type(config)
     models[1].forward(ids, ids)  # has the room from the start
     for model in models:
