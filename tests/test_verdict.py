@@ -437,38 +437,19 @@ def test_a_fault_in_emulated_fp8_is_red(fault, monkeypatch):
     assert not judge_emulated(**LARGE_FCPROJ if last_fcproj else {})
 
 
-def stale_scale(right):
-    """Half of it, in qkv of the first layer."""
-    def wrong(fp8, out, a, a_scale, *rest, scale=1.0):
-        stale = a_scale.data.ptr == fp8.scale("qkv", 0, "inp").data.ptr
-        right(fp8, out, a, a_scale, *rest, scale=scale * (1 + stale))
-    return wrong
-
-
-def copies_of(role, change):
-    """A fault in where Fp8.quantize writes: change(fp8, plain, transposed) -> the two."""
-    def plant(right):
-        def wrong(fp8, name, l, of, x, plain=None, transposed=None, *rest):
-            if of == role and transposed is not None:
-                plain, transposed = change(fp8, plain, transposed)
-            right(fp8, name, l, of, x, plain, transposed, *rest)
-        return wrong
-    return plant
-
-
-def of_the_first_batch(fp8, transposed):
-    """No graph writes this copy: it stays as the batch that prepares a trainer has left it."""
-    return None if fp8.device.stream.is_capturing() else transposed
+def quantizing(statement):
+    """Fp8.quantize begins with this. What no graph writes stays as the batch that prepares a trainer has left it."""
+    return instead("    g, (*_", f"    {statement}\n    g, (*_")
 
 
 def inputs_of_the_first_batch(right):
+    """No graph writes their transposed copies."""
     def wrong(model, acts, inputs):
         def without(tensors, *names):
-            changed = {name: getattr(tensors, name) for name in names}
-            return SimpleNamespace(**vars(tensors) | {name: to._replace(transposed=of_the_first_batch(
-                model.fp8, to.transposed)) for name, to in changed.items()})
+            changed = {name: getattr(tensors, name)._replace(transposed=None) for name in names}
+            return SimpleNamespace(**vars(tensors) | changed)
 
-        if isinstance(acts.lnf, Quantized):
+        if isinstance(acts.lnf, Quantized) and model.fp8.device.stream.is_capturing():
             acts = without(acts, "lnf")
             acts.layers = [without(a, "ln1", "ln2") for a in acts.layers]
         right(model, acts, inputs)
@@ -476,7 +457,8 @@ def inputs_of_the_first_batch(right):
 
 
 FP8_FAULTS = {  # what is wrong: (class, method, the fault, the first red row)
-    "a stale scale in a forward pass": (Fp8, "multiply", stale_scale, "dlnfb"),
+    "a stale scale in a forward pass": (Fp8, "multiply", instead(  # half of it, in qkv of the first layer
+        "float(scale)", "float(scale) * (1 + (a_scale.data.ptr == self.scale('qkv', 0, 'inp').data.ptr))"), "dlnfb"),
     "a stale scale in dinp": (Fp8Linear, "backward_inp", lambda right: lambda linear, dinp, dout, scale=1.0: right(
         linear, dinp, dout, scale * (1 + linear.l)), "dln2b"),
     "a stale scale in dweight": (Fp8Linear, "backward_weight", lambda right: (
@@ -484,13 +466,13 @@ FP8_FAULTS = {  # what is wrong: (class, method, the fault, the first red row)
     "dlogits twice as large in dinp": (Fp8Linear, "backward_inp", lambda right: lambda linear, dinp, dout, scale=1.0: (
         right(linear, dinp, dout, scale * (1 + (linear.name == "logits")))), "dlnfb"),
     "an earlier batch's transposed input": (Fp8Passes, "trunk", inputs_of_the_first_batch, "dfcw"),
-    "an earlier batch's transposed dout": (Fp8, "quantize", copies_of(
-        "dout", lambda fp8, plain, transposed: (plain, of_the_first_batch(fp8, transposed))), "dfcprojw"),
-    "a weight's two copies exchanged": (Fp8, "quantize", copies_of(
-        "weight", lambda fp8, plain, transposed: (transposed.reshape(plain.shape), plain.reshape(transposed.shape))),
+    "an earlier batch's transposed dout": (Fp8, "quantize", quantizing(
+        "if role == 'dout' and self.device.stream.is_capturing(): transposed = None"), "dfcprojw"),
+    "a weight's two copies exchanged": (Fp8, "quantize", quantizing(
+        "if role == 'weight': plain, transposed = transposed.reshape(plain.shape), plain.reshape(transposed.shape)"),
         "losses"),
-    "a weight's transposed copy not written": (Fp8, "quantize", copies_of(  # but cleared: a run before has left it
-        "weight", lambda fp8, plain, transposed: (plain, transposed.data.memset_async(0, transposed.nbytes))), "dlnfb"),
+    "a weight's transposed copy not written": (Fp8, "quantize", quantizing(  # but cleared: a run before has left it
+        "if role == 'weight': transposed = transposed.data.memset_async(0, transposed.nbytes)"), "dlnfb"),
     "a stale scale of the classifier's weight": (Fp8, "scale", lambda right: lambda fp8, name, l, role: (
         right(fp8, name, l, role) * (2 if (name, role) == ("logits", "weight") else 1)), "dlnfb"),
 }
