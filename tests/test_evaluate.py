@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import io
 import json
 import math
 import re
@@ -23,7 +22,6 @@ from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.hellaswag import Example, read_examples
 from llmc.settings import Settings
-from llmc.tensors import flat
 from llmc.tokenizer import write_tokenizer
 from llmc.vocabulary import open_vocabulary
 from prepro import hellaswag, mmlu
@@ -92,9 +90,8 @@ def test_prepro_mmlu(workplace, vocabulary_here, run_here, results):
     def pack(files):
         with tarfile.open("data.tar", "w") as archive:
             for name, text in files.items():
-                member = tarfile.TarInfo(name)
-                member.size = len(text)
-                archive.addfile(member, io.BytesIO(text.encode()))
+                Path("member").write_text(text)
+                archive.add("member", name)
 
     pack(files)
     assert run_here(mmlu, "--input", "data.tar").stdout == "Saved 2 examples to data/mmlu_test.bin\n"
@@ -136,9 +133,7 @@ def test_a_file_is_read_whole_or_refused(examples):
 def hf(examples):
     """transformers' model of gpt2_124M.bin, and of the folder hf: its weights are so large that the context counts."""
     transformers = pytest.importorskip("transformers")
-    params = random_params(SMALL)
-    flat(params)[:] *= 5
-    write_model("gpt2_124M.bin", SMALL, params)
+    write_model("gpt2_124M.bin", SMALL, random_params(SMALL, spread=0.5))
     export_weights.write_hf_folder("gpt2_124M.bin", "hf")
     return transformers.GPT2LMHeadModel.from_pretrained("hf").eval()
 

@@ -1,6 +1,7 @@
 """generate.py: prompts, sampling, the window, JSON, errors; the tokens of the trainer. llmc.api.load, on both devices:
 a loss, a text, training steps with the trainer's bits, what is refused."""
 
+import contextlib
 import io
 import itertools
 import json
@@ -95,14 +96,10 @@ def test_what_a_chat_draws_with(tmp_path, text, expected):
     if text:
         (tmp_path / "generation_config.json").write_text(text)
     tokenizer = SimpleNamespace(prefix=f"{tmp_path}/")
-    for given in ({}, {"top_k": 3}):
-        args = SimpleNamespace(chat=True, **given)
-        if isinstance(expected, str):
-            with pytest.raises(UserError, match=expected):
-                generate.complete(args, tokenizer)
-            continue
-        generate.complete(args, tokenizer)
-        assert (args.temperature, args.top_k, args.top_p) == (expected[0], given.get("top_k", expected[1]), expected[2])
+    with pytest.raises(UserError, match=expected) if isinstance(expected, str) else contextlib.nullcontext():
+        for given in ({}, {"top_k": 3}):
+            generate.complete(args := SimpleNamespace(chat=True, **given), tokenizer)
+            assert (args.temperature, args.top_p) == expected[::2] and args.top_k == given.get("top_k", expected[1])
     generate.complete(args := SimpleNamespace(chat=False), None)
     assert (args.temperature, args.top_k, args.top_p) == (1.0, 0, 1.0)
 

@@ -15,7 +15,7 @@ import prepro_text
 import test_gpt2
 import test_verdict
 import train_llama3 as t
-from conftest import SMALL_LLAMA as CONFIG, trainer_of
+from conftest import SMALL_LLAMA as CONFIG, make_model, trainer_of
 from llmc import vocabulary
 from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import open_tokens
@@ -177,11 +177,9 @@ def folder(tmp_path):
 def test_transformers_computes_the_same(folder, tmp_path, changes):
     """Logits, loss and all gradients; a checkpoint and the folder made of it keep every bit."""
     path, reference = folder(**changes)
-    architecture, config, params = export_weights.read_hf_folder(str(path))
+    _, config, params = export_weights.read_hf_folder(str(path))
     x, y = np.random.default_rng(0).integers(0, config.V, (2, 3, 60))
-    model = architecture(config, params)
-    model.allocate_activations(3, 60)
-    model.allocate_training(3, 60)
+    model = make_model(3, 60, 1, config, params)
     loss = model.forward(x, y)
     logits = model.acts.logits.copy()
     model.backward()

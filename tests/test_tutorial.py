@@ -27,8 +27,7 @@ DIRECTORY = ROOT / "doc" / "layernorm"
 sys.path.insert(0, str(DIRECTORY))
 from run_page import cuda_name, read_blocks, run_blocks
 
-PAGE = (DIRECTORY / "layernorm.md").read_text(encoding="utf-8")
-BLOCKS = read_blocks(PAGE)
+BLOCKS = read_blocks((DIRECTORY / "layernorm.md").read_text(encoding="utf-8"))
 NOTEBOOK = json.loads((ROOT / "doc" / "first_run.ipynb").read_text(encoding="utf-8"))
 CELLS = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
