@@ -130,14 +130,6 @@ def random_params(config, seed=0, spread=0.1, ones=0.0):
     return params
 
 
-def write_diverged(path, config=SMALL):
-    """Its logits are not finite."""
-    params = random_params(config)
-    params.wte[:] *= np.float32(1e30)
-    params.lnfb[:] = np.float32(1e30)
-    write_model(path, config, params)
-
-
 def make_state(params):
     """A DebugState for SMALL, of random numbers."""
     rng = np.random.default_rng(1)
