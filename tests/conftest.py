@@ -119,8 +119,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def random_params(config, seed=0, spread=0.1, ones=0.0):
-    """Weights N(0, spread), of norms N(ones, spread), padding 0; of either model. The spread is large, so that samples
-    differ and gradients are not tiny."""
+    """Weights N(0, spread), of norms N(ones, spread), padding 0. The spread is large: gradients are not tiny."""
     params, rng = allocate(sys.modules[type(config).__module__].parameter_table(config)), np.random.default_rng(seed)
     flat(params)[:] = rng.standard_normal(flat(params).size, dtype=np.float32) * np.float32(spread)
     for name, row in params.table.items():
@@ -251,8 +250,7 @@ def run_program(*command, check=True, timeout=120, **environment):
 
 
 def assert_one_line_error(done, *words):
-    """Exit status 1, and one line on stderr with all these words. With a GPU, a note precedes it where the model is
-    none for its kernels."""
+    """Exit status 1, and one line on stderr with all these words, after a note at most that a GPU is not used."""
     lines = [line for line in done.stderr.strip().splitlines() if not line.startswith("note: this runs on the CPU: ")]
     assert done.returncode == 1, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert len(lines) == 1 and "error: " in lines[-1] and "Traceback" not in done.stderr, done.stderr

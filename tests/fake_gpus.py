@@ -155,9 +155,8 @@ SERVER = multiprocessing.get_context("forkserver")
 
 
 def fork_ranks(function, size, *arguments, flags=(), names=LAUNCHERS[0], **variables):
-    """Start function(*arguments) in `size` processes with the variables of a launcher; what rank r prints goes to
-    out<r> and err<r> in the current directory. They meet at a port of their own, which a socket that is bound and does
-    not listen keeps from other programs."""
+    """Start function(*arguments) in `size` processes with the variables of a launcher; what rank r prints goes to the
+    files out<r> and err<r>. A socket that is bound and does not listen keeps the port where they meet from others."""
     SERVER.set_forkserver_preload(["torch.distributed", "fake_gpus"])
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, Path(__file__).parents[:2]), before])

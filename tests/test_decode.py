@@ -1,6 +1,5 @@
-"""Text generation on the GPU (kernels/decode/), of each architecture: each kernel's results against the CPU's Decoder
-and Choice, on fresh random data and awkward shapes; whole texts against the CPU's; and, with no GPU, that all compile
-and every launch passes what its kernel takes."""
+"""Text generation on the GPU (kernels/decode/), of each architecture: kernels and texts against the CPU's Decoder and
+Choice; and, with no GPU, that all compile and every launch passes what its kernel takes."""
 
 import os
 

@@ -1,8 +1,5 @@
-"""Each GPU kernel against its NumPy function, on fresh random data and awkward shapes; and, with no GPU, that all
-compile and that every launch passes what its kernel takes.
-
-Outputs are NaN before the call, so that an element which is not written fails. The NumPy function runs in float64.
-"""
+"""Each GPU kernel against its NumPy function in float64, on random data and awkward shapes; outputs are NaN before
+the call; and, with no GPU, that all compile and that every launch passes what its kernel takes."""
 
 import dataclasses
 import functools

@@ -217,52 +217,50 @@ def test_a_fault_in_adamw_is_red(fault, monkeypatch, capsys):
 
 GPU_CONFIG = Config(maxT=96, V=391, L=2, NH=2, C=128, Vp=512)
 
-KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there instead, the first red row)
-    "gelu's cube 0.0447": ("cuda", "gelu.cuh", "CUBE = 0.044715f", "CUBE = 0.0447f", "logits"),
-    "layernorm's eps 1e-6": ("cuda", "layernorm.cu", "1e-5f", "1e-6f", "logits"),
-    "rstd in bfloat16": ("cuda", "norm.cuh", "  rstd[row] = r;",
-                         "  rstd[row] = __uint_as_float(__float_as_uint(r) & 0xffff0000u);", "dlnfw"),
+KERNEL_FAULTS = {  # what is wrong: (file, its text, what stands there instead, the first red row, the backend)
+    "gelu's cube 0.0447": ("gelu.cuh", "CUBE = 0.044715f", "CUBE = 0.0447f", "logits"),
+    "layernorm's eps 1e-6": ("layernorm.cu", "1e-5f", "1e-6f", "logits"),
+    "rstd in bfloat16": (
+        "norm.cuh", "  rstd[row] = r;", "  rstd[row] = __uint_as_float(__float_as_uint(r) & 0xffff0000u);", "dlnfw"),
     "layernorm backward without the mean of dn * n": (
-        "cuda", "layernorm.cu", " - (x.x[k] - m) * r * mean_dn_n", "", "dfcprojb"),
+        "layernorm.cu", " - (x.x[k] - m) * r * mean_dn_n", "", "dfcprojb"),
     "dweight of layernorm without a block's last row": (
-        "cuda", "norm.cuh", "i < ROWS; i++) sum", "i < ROWS - 1; i++) sum", "dlnfb"),
+        "norm.cuh", "i < ROWS; i++) sum", "i < ROWS - 1; i++) sum", "dlnfb"),
     "attention's scale off by 1 percent": (
-        "cuda", "attention.cu", "rescale, LOG2E * scale()", "rescale, 1.01f * LOG2E * scale()", "logits"),
+        "attention.cu", "rescale, LOG2E * scale()", "rescale, 1.01f * LOG2E * scale()", "logits"),
     "attention sees one key too many": (
-        "cuda", "softmax.cuh", "> row + j % 4 / 2 * 8) s[j]", "> row + 1 + j % 4 / 2 * 8) s[j]", "logits"),
+        "softmax.cuh", "> row + j % 4 / 2 * 8) s[j]", "> row + 1 + j % 4 / 2 * 8) s[j]", "logits"),
     "dquery without the last key": (
-        "cuda", "attention.cu", "start >= first && column > row", "start >= first && column >= row", "dqkvb"),
+        "attention.cu", "start >= first && column > row", "start >= first && column >= row", "dqkvb"),
     "dkey off by 1e-4": (  # which a key's bias does not see: its gradient is 0
-        "cuda", "attention.cu", "dk[0], scale(), warp_row", "dk[0], 1.0001f * scale(), warp_row", "dqkvw"),
-    "dqkvb without a warp's rows": ("cuda", "attention.cu", " + sums[3][c];", ";", "dqkvb"),
-    "column sums without the last block's": ("cuda", "column_sums.cu", "r < job.rows;", "r < job.rows - 1;", "dlnfb"),
-    "position embedding one on": ("cuda", "encoder.cu", "int64(row % T) * C", "int64((row + 1) % T) * C", "logits"),
-    "wpe's last position lost": ("cuda", "encoder.cu", "if (t < T) add_rows", "if (t < T - 1) add_rows", "dwpe"),
+        "attention.cu", "dk[0], scale(), warp_row", "dk[0], 1.0001f * scale(), warp_row", "dqkvw"),
+    "dqkvb without a warp's rows": ("attention.cu", " + sums[3][c];", ";", "dqkvb"),
+    "column sums without the last block's": ("column_sums.cu", "r < job.rows;", "r < job.rows - 1;", "dlnfb"),
+    "position embedding one on": ("encoder.cu", "int64(row % T) * C", "int64((row + 1) % T) * C", "logits"),
+    "wpe's last position lost": ("encoder.cu", "if (t < T) add_rows", "if (t < T - 1) add_rows", "dwpe"),
     "wte: one position of a token lost": (
-        "cuda", "encoder.cu", "piece_begins[min(i + 1, N)], p", "piece_begins[min(i + 1, N)] - 1, p", "dwte"),
-    "softmax with a padded column": ("cuda", "classifier.cu", "v + k >= V) from_float", "v + k > V) from_float",
-                                     "losses"),
-    "the one-hot off by 1e-4": ("cuda", "classifier.cu", "-= dloss;", "-= 1.0001f * dloss;", "dlnfb"),
+        "encoder.cu", "piece_begins[min(i + 1, N)], p", "piece_begins[min(i + 1, N)] - 1, p", "dwte"),
+    "softmax with a padded column": ("classifier.cu", "v + k >= V) from_float", "v + k > V) from_float", "losses"),
+    "the one-hot off by 1e-4": ("classifier.cu", "-= dloss;", "-= 1.0001f * dloss;", "dlnfb"),
     "bfloat16: a matmul without the last 16 products of 64": (
-        "cuda-bf16-kernels", "hopper/matmul.cuh", "slice < BK / 16;", "slice < BK / 16 - 1;", "logits"),
+        "hopper/matmul.cuh", "slice < BK / 16;", "slice < BK / 16 - 1;", "logits", "cuda-bf16-kernels"),
     "bfloat16: a tile's last columns lost": (
-        "cuda-bf16-kernels", "hopper/matmul.cuh", "s < BN / STRIP_COLUMNS;", "s < BN / STRIP_COLUMNS - 1;", "logits"),
+        "hopper/matmul.cuh", "s < BN / STRIP_COLUMNS;", "s < BN / STRIP_COLUMNS - 1;", "logits", "cuda-bf16-kernels"),
     "bfloat16: every second column of a weight gradient that of its neighbour": (
-        "cuda-bf16-kernels", "hopper/matmul.cu", "x[1] * scale);", "x[0] * scale);", "dfcprojw"),
+        "hopper/matmul.cu", "x[1] * scale);", "x[0] * scale);", "dfcprojw", "cuda-bf16-kernels"),
     "bfloat16: attention's scale off by 5 percent": (
-        "cuda-bf16", "hopper/attention.cu", "TO_LOG2 = LOG2E * SCALE", "TO_LOG2 = 1.05f * LOG2E * SCALE", "logits"),
+        "hopper/attention.cu", "TO_LOG2 = LOG2E * SCALE", "TO_LOG2 = 1.05f * LOG2E * SCALE", "logits", "cuda-bf16"),
     "bfloat16: a matmul's bias lost in every second column": (
-        "cuda-bf16-kernels", "hopper/matmul.cuh", "x[0] * scale + b.x", "x[0] * scale", "logits"),
-    "eps inside the root": (
-        "cuda", "update.cu", "(sqrtf(square.x[k]) + eps)", "sqrtf(square.x[k] + eps * eps)", "adamw"),
-    "decay on all weights": ("cuda", "update.cu", "chunk.decay", "chunks[0].decay", "adamw"),
+        "hopper/matmul.cuh", "x[0] * scale + b.x", "x[0] * scale", "logits", "cuda-bf16-kernels"),
+    "eps inside the root": ("update.cu", "(sqrtf(square.x[k]) + eps)", "sqrtf(square.x[k] + eps * eps)", "adamw"),
+    "decay on all weights": ("update.cu", "chunk.decay", "chunks[0].decay", "adamw"),
     "bias correction off by a step": (
-        "cuda", "update.cu", "pow(beta1, double(control->step))", "pow(beta1, double(control->step + 1))", "adamw"),
-    "beta1 0.89": ("cuda", "update.cu", "+= one_minus_beta1", "+= 1.1f * one_minus_beta1", "adamw"),
+        "update.cu", "pow(beta1, double(control->step))", "pow(beta1, double(control->step + 1))", "adamw"),
+    "beta1 0.89": ("update.cu", "+= one_minus_beta1", "+= 1.1f * one_minus_beta1", "adamw"),
     "FP8: rows 48 .. 63 of each 64 are not among the largest": (
-        "cuda-fp8", "fp8.cuh", "if (threadIdx.x % 32 > 0) return;",
-        "if (threadIdx.x % 32 > 0 || threadIdx.x % 128 == 96) return;", "dfcw"),
-    "FP8: NaN instead of 448": ("cuda-fp8", "fp8.cuh", "__NV_SATFINITE", "__NV_NOSAT", "test_quantize"),
+        "fp8.cuh", "if (threadIdx.x % 32 > 0) return;", "if (threadIdx.x % 32 > 0 || threadIdx.x % 128 == 96) return;",
+        "dfcw", "cuda-fp8"),
+    "FP8: NaN instead of 448": ("fp8.cuh", "__NV_SATFINITE", "__NV_NOSAT", "test_quantize", "cuda-fp8"),
 }
 
 
@@ -288,7 +286,7 @@ def plant_in_a_kernel(tmp_path, monkeypatch, file, right, wrong):
 
 @pytest.mark.parametrize("fault", KERNEL_FAULTS)
 def test_a_fault_in_a_kernel_is_red(fault, gpu, tmp_path, monkeypatch, capsys):
-    backend, file, right, wrong, row = KERNEL_FAULTS[fault]
+    file, right, wrong, row, backend = (*KERNEL_FAULTS[fault], "cuda")[:5]
     need(backend)
     if "hopper" in file and gpu.arch != "sm_90a":
         pytest.skip(f"{file}: for Hopper, this GPU is {gpu.arch}")
@@ -311,24 +309,23 @@ def test_a_fault_in_a_kernel_is_red(fault, gpu, tmp_path, monkeypatch, capsys):
         assert first_wrong(capsys) == row
 
 
-LLAMA_KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there instead, the first red row)
-    "RMSNorm's eps doubled": ("cuda", "norm.cuh", "/ C + eps)", "/ C + 2.0f * eps)", "logits"),
-    "RMSNorm's gradient without the mean": ("cuda", "rmsnorm.cu", "- x.x[k] * scaled_mean", "", "dfcprojw"),
-    "RoPE's angles not negated": (
-        "cuda", "rope.cuh", "{angle.x, -angle.y}", "{angle.x, angle.y}", "dqkvw"),
+LLAMA_KERNEL_FAULTS = {  # what is wrong: (file, its text, what stands there instead, the first red row, the backend)
+    "RMSNorm's eps doubled": ("norm.cuh", "/ C + eps)", "/ C + 2.0f * eps)", "logits"),
+    "RMSNorm's gradient without the mean": ("rmsnorm.cu", "- x.x[k] * scaled_mean", "", "dfcprojw"),
+    "RoPE's angles not negated": ("rope.cuh", "{angle.x, -angle.y}", "{angle.x, angle.y}", "dqkvw"),
     "RoPE of one pair in four lost": (
-        "cuda", "rope.cu", "angles[k / 2]", "k == 2 ? float2{1.0f, 0.0f} : angles[k / 2]", "logits"),
-    "SwiGLU's slope without 1 - s": ("cuda", "swiglu.cuh", "__fmaf_rn(gated, __fsub_rn(1.0f, s), s)", "s", "dfcw"),
+        "rope.cu", "angles[k / 2]", "k == 2 ? float2{1.0f, 0.0f} : angles[k / 2]", "logits"),
+    "SwiGLU's slope without 1 - s": ("swiglu.cuh", "__fmaf_rn(gated, __fsub_rn(1.0f, s), s)", "s", "dfcw"),
     "one head of a group lost": (
-        "cuda", "attention.cu", "const int count = GROUP * head_tiles", "const int count = head_tiles", "dqkvw"),
-    "a wrong group": ("cuda", "attention.cu", "(h - h * GROUP) * HS", "(1 - h - h * GROUP) * HS", "dqkvw"),
+        "attention.cu", "const int count = GROUP * head_tiles", "const int count = head_tiles", "dqkvw"),
+    "a wrong group": ("attention.cu", "(h - h * GROUP) * HS", "(1 - h - h * GROUP) * HS", "dqkvw"),
     "Hopper: queries rotated in the epilogue, keys not": (
-        "cuda-bf16-kernels", "hopper/matmul_swiglu.cu", "8 * unit >= Q + KV", "8 * unit >= Q", "logits"),
+        "hopper/matmul_swiglu.cu", "8 * unit >= Q + KV", "8 * unit >= Q", "logits", "cuda-bf16-kernels"),
     "Hopper: gradients rotated by one angle in four": (
-        "cuda-bf16", "hopper/attention.cu", "k / 2 * 4 + threadIdx.x % 4]", "k / 2 * 4]", "dqkvw"),
+        "hopper/attention.cu", "k / 2 * 4 + threadIdx.x % 4]", "k / 2 * 4]", "dqkvw", "cuda-bf16"),
     "Hopper: up and gate swapped in the gradient": (
-        "cuda-bf16", "hopper/matmul_swiglu.cu", "swiglu_gradient(x[i], number(up, i), gate[i]",
-        "swiglu_gradient(x[i], gate[i], number(up, i)", "dfcw"),
+        "hopper/matmul_swiglu.cu", "swiglu_gradient(x[i], number(up, i), gate[i]",
+        "swiglu_gradient(x[i], gate[i], number(up, i)", "dfcw", "cuda-bf16"),
 }
 LLAMA_CONFIG = train_llama3.Config(96, 391, 2, 4, 2, 128, 512, 200, 64, tied=0, theta=1e3, factor=8, original=32)
 
@@ -346,14 +343,14 @@ def llama_case(precision):
 
 @pytest.mark.parametrize("fault", (*KERNEL_FAULTS.values(), *LLAMA_KERNEL_FAULTS.values()), ids=str)
 def test_the_text_of_a_kernel_fault_is_there(fault):
-    _, file, right, _, _ = fault
+    file, right, *_ = fault
     assert (ROOT / "kernels" / file).read_text().count(right) == 1
 
 
 @pytest.mark.parametrize("fault", (None, *LLAMA_KERNEL_FAULTS))
 @pytest.mark.gpu
 def test_a_fault_in_a_kernel_of_llama_is_red(fault, gpu, tmp_path, monkeypatch, capsys):
-    backend, file, right, wrong, row = LLAMA_KERNEL_FAULTS.get(fault, ("cuda", "rope.cu", "", "", None))
+    file, right, wrong, row, backend = (*LLAMA_KERNEL_FAULTS.get(fault, ("rope.cu", "", "", None)), "cuda")[:5]
     if "bf16" in backend and gpu.arch != "sm_90a":
         pytest.skip(f"{file}: for Hopper, this GPU is {gpu.arch}")
     plant_in_a_kernel(tmp_path, monkeypatch, file, right, wrong)
