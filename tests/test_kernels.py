@@ -269,21 +269,21 @@ CASES = [(config, name) for config in MODELS for name in ("tf32", "bf16")] + [(M
 @pytest.fixture(params=CASES, ids=lambda case: f"C{case[0].C}xNH{case[0].NH}xV{case[0].V}-{case[1]}")
 def device(request, gpu):
     config, precision = request.param
-    architecture = cuda.GPT2 if isinstance(config, Config) else llama_cuda.Llama3
-    return get_device(gpu, config, PRECISIONS[precision], architecture=architecture)
+    return get_device(gpu, config, PRECISIONS[precision])
 
 
-def get_device(gpu, config, precision, portable=False, architecture=cuda.GPT2):
+def get_device(gpu, config, precision, portable=False):
     """A Device for one model, made once; `portable` without the instructions that only this generation of GPUs has."""
-    return get_matmul(gpu, config, precision, portable, architecture=architecture).device
+    return get_matmul(gpu, config, precision, portable).device
 
 
-def get_matmul(gpu, config, precision, portable=False, matmul="auto", architecture=cuda.GPT2):
+def get_matmul(gpu, config, precision, portable=False, matmul="auto"):
     key = config, precision, portable, matmul
     if precision.bf16 and int(gpu.arch[3:].rstrip("a")) < 80:
         pytest.skip(f"{gpu.arch} has no bfloat16")
     if key not in MATMULS:
         gpu = open_gpu("sm_80" if portable else "native")
+        architecture = cuda.GPT2 if isinstance(config, Config) else llama_cuda.Llama3
         device, made = open_device(architecture, gpu, config, precision, matmul)
         device.config, device.precision = config, precision  # for the tests
         with device.stream:

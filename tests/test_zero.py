@@ -167,10 +167,8 @@ def test_one_gpu_needs_no_torch():
 # ----------------------------------------------------------------------------------------------------------------------
 # shares, and runs
 
-TABLES = {
-    "small": train_gpt2.parameter_table(SMALL_HEADS),
-    "odd": {"a": Row((7,)), "b": Row((3, 5, 11), stacked=True, decays=True), "c": Row((3, 1), stacked=True)},
-}
+ODD = {"a": Row((7,)), "b": Row((3, 5, 11), stacked=True, decays=True), "c": Row((3, 1), stacked=True)}
+TABLES = {"small": train_gpt2.parameter_table(SMALL_HEADS), "odd": ODD}
 
 
 @pytest.mark.parametrize("table", TABLES)
