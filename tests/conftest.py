@@ -329,8 +329,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
 
 
 def hub_pages(repository, files, hashes=None):
-    """What a hub answers about a repository with these files, {name: bytes}: lists, with what is no LFS file, too, and
-    the files. hashes: {name: SHA-256}, where it does not say the right one."""
+    """What a hub answers about a repository with these files, {name: bytes}. hashes: {name: SHA-256} that are wrong."""
     commit, pages = "0123456789abcdef" * 2 + "01234567", {}
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()} | (hashes or {})
     api = f"/api/{repository}" if repository.startswith("datasets/") else f"/api/models/{repository}"

@@ -117,8 +117,7 @@ def test_backward_inp_swiglu(gpu, monkeypatch, N, C, F, sm_count):
 @pytest.mark.parametrize("B, T", ((3, 97), (1, 300), (5, 128)))
 @pytest.mark.parametrize("NH, NKV, HS", ((12, 4, 64), (9, 3, 64), (3, 1, 128), (4, 2, 16)))
 def test_forward_rope(gpu, monkeypatch, NH, NKV, HS, B, T):
-    """With tiles of both widths, whether they divide the width of the result or not. Values are not rotated: they have
-    the bits of the plain matmul."""
+    """With tiles of both widths, whether they divide the result's or not. Values have the bits of the plain matmul."""
     N, C, rotated, QKV = B * T, NH * HS, (NH + NKV) * HS, (NH + 2 * NKV) * HS
     matmul = get(gpu, monkeypatch, model(C, 96, NH, NKV, HS), sm_count=2)
     inp, weight = random(N, C, seed=1, dtype="bfloat16"), random(QKV, C, seed=2, dtype="bfloat16")

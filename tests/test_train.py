@@ -399,8 +399,7 @@ def test_z_scores_are_those_of_the_last_values():
 
 @pytest.mark.parametrize("flag, what", (("-sl", "loss"), ("-sg", "norm")))
 def test_a_damaged_batch_changes_no_weight(workplace, train, run_here, flag, what, damaged=140):
-    """Text of four tokens, but for the batch of one update, which is skipped. This is said; and a run that is resumed
-    before it decides the same. Damaged notes are refused."""
+    """Text of four tokens, but for one update's batch, which is skipped, by a resumed run, too. This is said."""
     def run(steps, directory, *more):
         flags = ("-v", 0, "-s", 0, "-l", 1e-2, "-u", 20, "-n", 70, "--lines", "short", flag, 5)
         return train(*flags, "-x", steps, "-o", directory, *more)
