@@ -66,8 +66,11 @@ def needs_gpu(item):
 
 
 @pytest.fixture(autouse=True)
-def left_after_a_test(request):
-    """The streams that on_stream has entered, and CuPy's unused memory, which other processes of a test run need."""
+def around_a_test(request, monkeypatch, tmp_path_factory):
+    """Fake GPUs leave nothing in the user's cache, where real ones find their kernels. After a test, the streams that
+    on_stream has entered are left, and CuPy's unused memory is free, which other processes of a test run need."""
+    if not needs_gpu(request.node):
+        monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     with contextlib.ExitStack() as on_stream.entered:
         yield
     if needs_gpu(request.node):
@@ -78,13 +81,6 @@ def on_stream(device):
     """The rest of a test is on this device's stream. (Not by CuPy's Stream.use: after the next `with` block of another
     stream, one would be on the default stream, which waits for none of ours.)"""
     on_stream.entered.enter_context(device.stream)
-
-
-@pytest.fixture(autouse=True)
-def cache(request, monkeypatch, tmp_path_factory):
-    """Fake GPUs leave nothing in the user's cache, in which real ones find their kernels."""
-    if not needs_gpu(request.node):
-        monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def pytest_addoption(parser):
@@ -123,8 +119,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def random_params(config, seed=0, spread=0.1, ones=0.0):
-    """Weights N(0, spread), of norms N(ones, spread), padding 0; of either model. The spread is large, so that samples
-    differ and gradients are not tiny."""
+    """Weights N(0, spread), of norms N(ones, spread), padding 0. The spread is large: gradients are not tiny."""
     params, rng = allocate(sys.modules[type(config).__module__].parameter_table(config)), np.random.default_rng(seed)
     flat(params)[:] = rng.standard_normal(flat(params).size, dtype=np.float32) * np.float32(spread)
     for name, row in params.table.items():
@@ -132,14 +127,6 @@ def random_params(config, seed=0, spread=0.1, ones=0.0):
         if row.vocabulary:
             getattr(params, name)[config.V :] = 0.0
     return params
-
-
-def write_diverged(path, config=SMALL):
-    """Its logits are not finite."""
-    params = random_params(config)
-    params.wte[:] *= np.float32(1e30)
-    params.lnfb[:] = np.float32(1e30)
-    write_model(path, config, params)
 
 
 def make_state(params):
@@ -191,17 +178,22 @@ def draw_slowly(T, prompt, count, choice=Choice()):
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    """A directory with a small model, tokenizer and token files, which is the current directory of the test."""
-    write_model(tmp_path / "gpt2_124M.bin", SMALL, random_params(SMALL))
-    write_tokenizer(tmp_path / "gpt2_tokenizer.bin", BYTES, 256)
-    (tmp_path / "data").mkdir()
-    rng = np.random.default_rng(3)
-    for split, count in (("train", 4000), ("val", 600)):
-        tokens = rng.integers(0, SMALL.V, count, dtype=np.int32)
-        write_tokens(tmp_path / "data" / f"tiny_shakespeare_{split}.bin", [tokens], count)
+def here(tmp_path, monkeypatch):
+    """An empty directory, the current one of the test."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def workplace(here):
+    """The same with a small model, tokenizer and token files."""
+    write_model("gpt2_124M.bin", SMALL, random_params(SMALL))
+    write_tokenizer("gpt2_tokenizer.bin", BYTES, 256)
+    os.mkdir("data")
+    rng = np.random.default_rng(3)
+    for split, count in (("train", 4000), ("val", 600)):
+        write_tokens(f"data/tiny_shakespeare_{split}.bin", [rng.integers(0, SMALL.V, count, dtype=np.int32)], count)
+    return here
 
 
 @pytest.fixture
@@ -258,8 +250,7 @@ def run_program(*command, check=True, timeout=120, **environment):
 
 
 def assert_one_line_error(done, *words):
-    """Exit status 1, and one line on stderr with all these words. With a GPU, a note precedes it where the model is
-    none for its kernels."""
+    """Exit status 1, and one line on stderr with all these words, after a note at most that a GPU is not used."""
     lines = [line for line in done.stderr.strip().splitlines() if not line.startswith("note: this runs on the CPU: ")]
     assert done.returncode == 1, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert len(lines) == 1 and "error: " in lines[-1] and "Traceback" not in done.stderr, done.stderr
@@ -338,8 +329,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
 
 
 def hub_pages(repository, files, hashes=None):
-    """What a hub answers about a repository with these files, {name: bytes}: lists, with what is no LFS file, too, and
-    the files. hashes: {name: SHA-256}, where it does not say the right one."""
+    """What a hub answers about a repository with these files, {name: bytes}. hashes: {name: SHA-256} that are wrong."""
     commit, pages = "0123456789abcdef" * 2 + "01234567", {}
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()} | (hashes or {})
     api = f"/api/{repository}" if repository.startswith("datasets/") else f"/api/models/{repository}"
@@ -538,8 +528,7 @@ def install(fake, change):
 
 
 @pytest.fixture
-def fake_gpu(monkeypatch, tmp_path):
+def fake_gpu(monkeypatch):
     """A FakeGPU, in the place of all modules'."""
-    monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path / "cache"))
     install(fake := FakeGPU(), monkeypatch.setattr)
     return fake

@@ -2,7 +2,6 @@
 gradients and losses that are a function of the batch; messages over torch.distributed."""
 
 import functools
-import math
 import multiprocessing
 import os
 import socket
@@ -20,19 +19,17 @@ import numpy as np
 import llmc.gpu.device
 import llmc.gpu.trainer
 import llmc.gpu.several.zero
+import train_gpt2
 import train_gpt2_cuda as cuda
 from conftest import FakeGPU, install
 from llmc.errors import run_main
+from llmc.gpu.device import to_float32
 from llmc.gpu.launcher import LAUNCHERS
-from llmc.tensors import bf16_bits, bf16_to_float32, flat
+from llmc.tensors import bf16_bits, flat
 from llmc.gpu.shares import CHUNKS
 from train_gpt2_cuda import STEP_CONTROL
 
 here = SimpleNamespace()  # .trainer: of this process
-
-
-def floats(array):
-    return bf16_to_float32(array) if array.dtype == np.uint16 else array
 
 
 def stored(values, like):
@@ -70,7 +67,7 @@ def summed(sums, gradients, chunks, ranks):
         total = np.zeros(n, np.float32) if sums is None else np.array(sums[at])
         for r in range(ranks):
             begin = chunk["received"] + r * int(chunk["stride"])
-            total += floats(gradients[begin : begin + n])
+            total += to_float32(gradients[begin : begin + n])
         yield chunk, at, total
 
 
@@ -90,9 +87,7 @@ def prepare_update(control, reports, losses, partials, learning_rate, beta1, bet
     assert partials.size == chunks and not skip_loss and not skip_norm
     norm, loss = np.sqrt(partials.sum(dtype=np.float32)), sum(losses[:micro_steps].ravel(), np.float32(0))
     c["step"] += 1
-    correction = math.sqrt(1 - beta2 ** int(c["step"]))
-    c["rate"] = learning_rate[0] * correction / (1 - beta1 ** int(c["step"]))
-    c["eps"], c["learning_rate"] = eps * correction, learning_rate[0]
+    c["eps"], c["learning_rate"] = eps, learning_rate[0]
     c["grad_scale"] = grad_clip / norm if grad_clip and norm > grad_clip else 1.0
     here.trainer.reports[int(c["steps_begun"]) % 2] = loss, norm, 0, 0
     c["steps_begun"] += 1
@@ -102,13 +97,10 @@ def adamw_update(params, master, m, v, sums, gradients, chunks, ranks, control, 
                  seed):
     c = control.view(STEP_CONTROL)[0]
     for chunk, at, total in summed(sums, gradients, chunks, ranks):
-        there, g = slice(chunk["flat"], chunk["flat"] + chunk["count"]), total * c["grad_scale"]
-        m[at] += np.float32(one_minus_beta1) * (g - m[at])
-        v[at] = np.float32(beta2) * v[at] + np.float32(one_minus_beta2) * g * g
-        p = floats(params[there] if master is None else master[at]) * (1 - c["learning_rate"] * chunk["decay"])
-        p = (p - c["rate"] * m[at] / (np.sqrt(v[at]) + c["eps"])).astype(np.float32)
-        if master is not None:
-            master[at] = p
+        there = slice(chunk["flat"], chunk["flat"] + chunk["count"])
+        p = to_float32(params[there]) if master is None else master[at]
+        train_gpt2.adamw_update(p, m[at], v[at], total, c["learning_rate"], 1 - one_minus_beta1, beta2, c["eps"],
+                                chunk["decay"], c["grad_scale"], int(c["step"]), total.size)
         params[there] = stored(p, params)
 
 
@@ -163,9 +155,8 @@ SERVER = multiprocessing.get_context("forkserver")
 
 
 def fork_ranks(function, size, *arguments, flags=(), names=LAUNCHERS[0], **variables):
-    """Start function(*arguments) in `size` processes with the variables of a launcher; what rank r prints goes to
-    out<r> and err<r> in the current directory. They meet at a port of their own, which a socket that is bound and does
-    not listen keeps from other programs."""
+    """Start function(*arguments) in `size` processes with the variables of a launcher; what rank r prints goes to the
+    files out<r> and err<r>. A socket that is bound and does not listen keeps the port where they meet from others."""
     SERVER.set_forkserver_preload(["torch.distributed", "fake_gpus"])
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, Path(__file__).parents[:2]), before])

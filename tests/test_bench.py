@@ -1,6 +1,5 @@
-"""The programs of dev/ that measure, and what those for a GPU say where there is none; sweeps on the CPU: a run for
-each combination, the table, and what the same command does again; check_gpu.py on a GPU; profile_gpu.py also on a fake
-one: what it makes of the launches of a step."""
+"""The programs of dev/ that measure: bench.py, compare_losses.py, sweep.py; check_gpu.py on a GPU; profile_gpu.py also
+on a fake one: what it makes of the launches of a step."""
 
 import contextlib
 import csv
@@ -31,13 +30,7 @@ from test_gpt2 import need, untied_llama
 from train_gpt2 import GPT2
 from train_llama3 import Llama3
 
-RESULT = {"B": 4, "ms": 10.0, "first": 2.0, "memory": 2**30, "used": 2**31, "gpu": "NVIDIA H200"}
 SWEEP = ("-o", "s", "-b", 2, "-t", 8, "-m", 2, "-v", 4)
-
-
-@pytest.fixture
-def without_gpu(monkeypatch):
-    monkeypatch.setattr(sweep, "count_gpus", unittest.mock.Mock(side_effect=UserError("no GPU here")))
 
 
 def test_a_worker_on_the_cpu(monkeypatch, tmp_path):
@@ -52,9 +45,8 @@ def test_a_worker_on_the_cpu(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("model", ("gpt2_124M.bin", "d2"))
 def test_pytorch_by_other_kernels_computes_the_same(workplace, run_here, model):
-    """Its losses, on the CPU, over four updates: those of train_gpt2.py, whether the batch comes at once or a sequence
-    at a time; with accumulation, clipping, decay and a schedule. A run that it starts has all settings, also -b 4, the
-    default of a file, but not of d2."""
+    """Its losses, on the CPU, over four updates with accumulation, clipping, decay and a schedule are train_gpt2.py's.
+    A run that it starts has all settings, also -b 4, the default of a file, but not of d2."""
     flags = ("-e", model, "-b", 4, "-t", 16, "-d", 128, "-x", 4, "-l", 1e-3, "-u", 2, "-k", "cosine", "-c", 0.1,
              "--grad_clip", 0.5, "-o", "run")
     run_here(train_gpt2, *flags, "-v", 0, "-s", 0)
@@ -77,9 +69,9 @@ def test_what_needs_a_gpu_says_so(monkeypatch, run_here, program, flags):
     assert_one_line_error(run_here(program, *flags, check=False), "GPU")
 
 
-def test_a_sweep_s_runs_table_and_picture(workplace, without_gpu, run_here):
-    """One learning rate is too high: those runs fail, and are tried again by the same command. What is no sweep is
-    refused."""
+def test_a_sweep_s_runs_table_and_picture(workplace, run_here, monkeypatch):
+    """One learning rate is too high: those runs fail, and are tried again by the same command."""
+    monkeypatch.setattr(sweep, "count_gpus", unittest.mock.Mock(side_effect=UserError("no GPU here")))
     flags = (*SWEEP, "-x", 10, "--seed", "1,2")
     done = run_here(sweep, *flags, "-l", "1e-3,1e38", check=False)
     assert done.returncode == 1 and "s/l=1e+38_seed=1: failed (1): train_gpt2.py: error:" in done.stderr

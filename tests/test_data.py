@@ -1,5 +1,4 @@
-"""The prepro scripts: hashes, downloads from a local server, faults of the network and of the text; FineWeb's shards
-from a hub on this machine that fails half-way, and from parquet that the tests make."""
+"""The prepro scripts, with a local server and hub: hashes, shards, faults of the network, the text and parquet."""
 
 import asyncio
 import functools
@@ -74,10 +73,10 @@ def test_a_failed_download_leaves_nothing(tmp_path, run_here, pages, words):
 
 @pytest.mark.parametrize("space", (" ", "\n "))
 def test_white_space_of_a_million_characters(vocabulary_here, space):
-    """tiktoken alone: Regex error while tokenizing ... Max stack size exceeded for backtracking."""
-    vocabulary, short, text = open_vocabulary("gpt2"), f"a{space * 1000}b", f"a{space * 1200000}b"
+    """tiktoken alone: Regex error while tokenizing ... Max stack size exceeded for backtracking. EOT is text."""
+    vocabulary, short, text = open_vocabulary("gpt2"), f"a{space * 1000}b{EOT}'LL", f"a{space * 1200000}b"
     assert vocabulary.decode(vocabulary.encode(text)) == text
-    assert vocabulary.encode(short) == vocabulary.encoding.encode(short)
+    assert vocabulary.encode(short) == pytest.importorskip("tiktoken").get_encoding("gpt2").encode_ordinary(short)
 
 
 def test_a_small_text_is_split_or_refused(tmp_path, tiny_shakespeare, vocabulary_here, run_here):
@@ -90,17 +89,14 @@ def test_a_small_text_is_split_or_refused(tmp_path, tiny_shakespeare, vocabulary
     assert common.val_tokens(100, 10, SimpleNamespace(val_fraction=0.29)) == 29  # in floating point, 28.999
     split("--val_fraction", 1, fails=["--val_fraction 1.0"])
     split("--val_fraction", 1e-9, fails=("of which 0 for validation", "--val_fraction"))
-    text.write_text("To be")
-    flags = "--input", text, "--output", tmp_path / "p"
-    run_here(prepro_tinyshakespeare, *flags, fails=["3 tokens of text"])
-    done = run_program("prepro_tinyshakespeare.py", *flags, check=False, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"),
-                       HTTPS_PROXY="http://127.0.0.1:9")
+    done = run_program("prepro_tinyshakespeare.py", "--input", text, "--output", tmp_path / "p", check=False,
+                       TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), HTTPS_PROXY="http://127.0.0.1:9")
     assert_one_line_error(done, "vocabulary", "TIKTOKEN_CACHE_DIR")
     assert not list(tmp_path.glob("p_*"))
 
 
 @pytest.fixture
-def prepare(tmp_path, run_here, monkeypatch):
+def prepare(here, run_here):
     """prepare(input, ..., flag, ...): the tokens, train and val one after the other, the Tokenizer, what is printed."""
     def run(*flags, program=prepro_text, warns=""):
         done = run_here(program, *flags, "--output", "out/x")
@@ -108,7 +104,6 @@ def prepare(tmp_path, run_here, monkeypatch):
         tokens = [open_tokens(f"out/x_{split}.bin", 1 << 20) for split in ("train", "val")]
         return np.concatenate(tokens).tolist(), read_tokenizer("out/x_tokenizer.bin"), done.stdout
 
-    monkeypatch.chdir(tmp_path)
     return run
 
 
@@ -193,22 +188,21 @@ def test_a_vocabulary_of_the_text_or_of_a_run(tmp_path, prepare):
     pytest.raises(AssertionError, prepare, "y.txt", "--vocabulary", "bpe:x").match("expected bpe:512 or more")
 
 
-def test_shards_are_the_same_tokens(tmp_path, run_here, monkeypatch):
+def test_shards_are_the_same_tokens(here, run_here):
     """--shard_tokens splits the training tokens into shards of one size; one of an earlier run is no part of them."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").write_text("".join(f"{i} lines, and\n" for i in range(7000))[:100000])
+    (here / "text").write_text("".join(f"{i} lines, and\n" for i in range(7000))[:100000])
     command = prepro_text, "text", "--vocabulary", "bytes", "--format", "uint16", "--output"
 
     def tokens(output, *flags):
         run_here(*command, output, *flags)
-        return [[open_tokens(str(path), 257).tolist() for path in sorted(tmp_path.glob(f"{output}_{split}*.bin"))]
+        return [[open_tokens(str(path), 257).tolist() for path in sorted(here.glob(f"{output}_{split}*.bin"))]
                 for split in ("train", "val")]
 
     (train,), val = tokens("one")
     shards, val_again = tokens("x", "--shard_tokens", 30000)
     assert sum(shards, []) == train and val_again == val
     assert [len(shard) for shard in shards] == [22501, 22500, 22500, 22500]
-    assert sorted(path.name for path in tmp_path.glob("x_*")) == [
+    assert sorted(path.name for path in here.glob("x_*")) == [
         "x_tokenizer.bin", *(f"x_train_{number:06d}.bin" for number in range(4)), "x_val_000000.bin"]
     run_here(*command, "x", "--shard_tokens", 50000, fails=("x_train_000002.bin", "2 shards", "remove it"))
     assert tokens("x", "--shard_tokens", 30000) == [shards, val]
@@ -220,7 +214,6 @@ def test_shards_are_the_same_tokens(tmp_path, run_here, monkeypatch):
     ("x.gz", b"\x1f\x8b", "gunzip", ""), ("short.txt", b"a", "2 tokens of text.*--val_fraction", ""),
     ("c.json", b'[{"text": "c"},', "not JSON", ""),
     ("a.jsonl", b'{"text": "a"}\n{"story": "b"}\n', "a.jsonl:2.*'text'.*found text in story.*--field NAME", ""),
-    ("b.json", b'{"text": 1}\n', "b.json:1.*found text in no field.*--field NAME", ""),
     ("c.jsonl", b'{"text": "a"}\nnot JSON\n', "c.jsonl:2.*found 'not JSON': mend or", ""),
     ("d.jsonl", b'{"text": "a"}\n', "d.jsonl:1.*'story'", "--field story"),
     ("a.txt", TEXT, "none.txt.*no such file", "none.txt"), ("a.txt", TEXT, "*.none.*no file", "*.none"),
@@ -228,13 +221,12 @@ def test_shards_are_the_same_tokens(tmp_path, run_here, monkeypatch):
     ("f.txt", TEXT, "char/tokenizer.json: no such file.*gpt2, bytes, chars, a run or", "--vocabulary char"),
     ("j_train.bin", TEXT, "j_train.bin.*another --output", "--output j")),
     ids=lambda value: value if isinstance(value, str) else "")
-def test_text_that_is_refused(tmp_path, vocabulary_here, run_here, monkeypatch, name, data, words, flags):
-    monkeypatch.chdir(tmp_path)
+def test_text_that_is_refused(here, vocabulary_here, run_here, monkeypatch, name, data, words, flags):
     monkeypatch.setattr(prepro_text, "PIECE", 1000)
-    (tmp_path / name).write_bytes(data)
+    (here / name).write_bytes(data)
     flags = flags.split()
     run_here(prepro_text, "--output", "out/x", *([] if "." in flags else [name]), *flags, fails=words.split(".*"))
-    assert not list(tmp_path.glob("out/*")) and (tmp_path / name).read_bytes() == data
+    assert not list(here.glob("out/*")) and (here / name).read_bytes() == data
 
 
 def test_numpy_alone_is_enough_for_own_text(tmp_path):
@@ -275,15 +267,14 @@ def test_pystdlib(prepare, monkeypatch):
     assert len(text) > 20_000 and text.isascii() and "event loop" in text and "    def " not in text
 
 
-def test_tinystories(tmp_path, vocabulary_here, monkeypatch, run_here, use_hub):
+def test_tinystories(here, vocabulary_here, run_here, use_hub):
     """Of a folder with shards; and of a hub's archive, then of its cache."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "shards").mkdir()
+    (here / "shards").mkdir()
     expected, encoding = [], open_vocabulary("gpt2").encoding  # expected: tokens of each shard
     for shard in range(3):
         stories = [f" Shard {shard}, story {i}. The end.\n" for i in range(5)]
         records = [{"story": story, "source": "x"} for story in stories]
-        (tmp_path / "shards" / f"data{shard:02d}.json").write_text(json.dumps(records))
+        (here / "shards" / f"data{shard:02d}.json").write_text(json.dumps(records))
         random.Random((1337, 1337, 1338)[shard]).shuffle(stories)  # llm.c's: each split begins anew
         expected.append([token for story in stories for token in [50256, *encoding.encode_ordinary(story.strip())]])
     with tarfile.open("archive", "w:gz") as archive:
@@ -294,15 +285,15 @@ def test_tinystories(tmp_path, vocabulary_here, monkeypatch, run_here, use_hub):
         val, train = (open_tokens(f"ts{processes}_{split}.bin", 50257).tolist() for split in ("val", "train"))
         assert [val, train] == [expected[0], expected[1] + expected[2]]
         assert len(read_tokenizer(f"ts{processes}_tokenizer.bin").tokens) == 50257
-    (tmp_path / "shards" / "data01.json").write_text('[{"title": "no story"}]')
+    (here / "shards" / "data01.json").write_text('[{"title": "no story"}]')
     run_here(*command, "bad", "--processes", 1, fails=("data01.json", "'story'"))
-    assert not list(tmp_path.glob("bad_*"))
-    files = {"TinyStories_all_data.tar.gz": (tmp_path / "archive").read_bytes()}
+    assert not list(here.glob("bad_*"))
+    files = {"TinyStories_all_data.tar.gz": (here / "archive").read_bytes()}
     pages = hub_pages("datasets/roneneldan/TinyStories", files)
     for output, home, online, fails in (("ts", "home", True, ()), ("again", "home", False, ()),
                                         ("other", "home2", False, ("TinyStories_all_data.tar.gz", "--input DIR"))):
         with Server(pages) as server:
-            use_hub(server.url if online else None, tmp_path / home)
+            use_hub(server.url if online else None, here / home)
             run_here(tinystories, "--processes", 1, "--output", output, fails=fails)
         assert fails or open_tokens(f"{output}_val.bin", 50257).tolist() == expected[0]
 
@@ -339,13 +330,12 @@ def make_shards(prefix, counts, directory):
 
 
 @pytest.fixture
-def fetch(tmp_path, vocabulary_here, monkeypatch, run_here, use_hub):
+def fetch(here, vocabulary_here, monkeypatch, run_here, use_hub):
     """fetch(hub, flag, ..., fails=words of its error): the program; huggingface_hub tries again without waiting."""
     def run(server, *flags, fails=()):
-        use_hub(server if isinstance(server, str) else server.url, tmp_path / "home")
+        use_hub(server if isinstance(server, str) else server.url, here / "home")
         return run_here(fineweb, *flags, fails=fails)
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(download.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(download.constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)
     monkeypatch.setattr(fineweb.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
@@ -408,9 +398,8 @@ def write_parquet(path, **columns):
 
 
 @pytest.fixture
-def expected(tmp_path, vocabulary_here, monkeypatch):
+def expected(here, vocabulary_here):
     """The tokens of TEXTS, which the current directory has in three files."""
-    monkeypatch.chdir(tmp_path)
     for i in range(3):
         write_parquet(f"{i}.parquet", id=range(300), text=TEXTS[300 * i : 300 * (i + 1)])
     encoding = open_vocabulary("gpt2").encoding

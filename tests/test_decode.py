@@ -1,8 +1,6 @@
-"""Text generation on the GPU (kernels/decode/), of each architecture: each kernel's results against the CPU's Decoder
-and Choice, on fresh random data and awkward shapes; whole texts against the CPU's; and, with no GPU, that all compile
-and every launch passes what its kernel takes."""
+"""Text generation on the GPU (kernels/decode/), of each architecture: kernels and texts against the CPU's Decoder and
+Choice; and, with no GPU, that all compile and every launch passes what its kernel takes."""
 
-import contextlib
 import os
 
 import numpy as np
@@ -13,7 +11,7 @@ import llmc.gpu.decoder
 import train_gpt2
 import train_llama3
 import train_speedrun
-from conftest import random_params
+from conftest import on_stream, random_params
 from llmc.checkpoint import write_model
 from llmc.gpu.decoder import (TEXT_CONTROL, DECODE, decode_files, decode_geometry, decode_logits, decode_sample,
                               open_decoder)
@@ -127,21 +125,15 @@ def rounded(array, dtype):
 @pytest.fixture
 def decoders(gpu):
     """(config, dtype, B) -> one on the GPU, with its stream current, and one in NumPy with the same weights."""
-    with contextlib.ExitStack() as stack:
-        def make(config, dtype, B):
-            params = random_model(config, seed=os.getpid())
-            flat(params)[:] = rounded(flat(params), dtype)
-            ours = open_decoder(architecture_of(config), gpu, config, params, B, config.maxT, dtype)
-            stack.enter_context(ours.device.stream)
-            in_numpy = {GPT2: train_gpt2.GPT2, Llama3: train_llama3.Llama3, Speedrun: train_speedrun.Speedrun}
-            return ours, in_numpy[ours.architecture].Decoder(config, params, B, config.maxT)
+    def make(config, dtype, B):
+        params = random_model(config, seed=os.getpid())
+        flat(params)[:] = rounded(flat(params), dtype)
+        ours = open_decoder(architecture_of(config), gpu, config, params, B, config.maxT, dtype)
+        on_stream(ours.device)
+        in_numpy = {GPT2: train_gpt2.GPT2, Llama3: train_llama3.Llama3, Speedrun: train_speedrun.Speedrun}
+        return ours, in_numpy[ours.architecture].Decoder(config, params, B, config.maxT)
 
-        yield make
-
-
-def fill(tensors, names, value):
-    for name in names:
-        getattr(tensors, name).view(np.uint8).fill(value)
+    return make
 
 
 def run_pass(decoder, tokens):
@@ -185,7 +177,8 @@ def check_pass(ours, cpu, dtype, B, T, position):
         theirs[:, :, :, :position] = rounded(before, dtype)
         theirs[:, :, :, position:] = np.nan
         mine.set(bf16_bits(theirs) if dtype == "bfloat16" else theirs)
-    fill(ours.acts, ("residual", "branches", "normed", "query", "atty", "parts", feed_forward, "logits"), 0xFF)
+    for name in ("residual", "branches", "normed", "query", "atty", "parts", feed_forward, "logits"):
+        getattr(ours.acts, name).view(np.uint8).fill(0xFF)
     ours.set(position=position)
     run_pass(ours, tokens)
     logits = cpu.forward(tokens, position)
@@ -309,18 +302,14 @@ def test_drawing(decoders, V, spread, choice):
             raise AssertionError(f"{b}: {id} with the coin {coin}")
 
 
-CHOICES = Choice(0.0), Choice(0.7, 10, 0.9), Choice(0.7), Choice()
-
-
 @pytest.mark.parametrize("config, prompt, count", (
     (MODELS[1], 1, 30), (MODELS[1], 35, 90), (MODELS[1], 100, 5), (LLAMAS[3], 1, 30), (LLAMAS[3], 35, 90),
     (LLAMAS[4], 100, 5), (LLAMAS[0], 150, 20), (LLAMAS[6], 5, 10)), ids=label)
 def test_text_is_the_cpu_s_and_does_not_depend_on_the_batch(decoders, config, prompt, count):
-    """Also beyond the longest sequence, and for prompts of several passes. In float32; where rounding decides, texts
-    may part."""
-    total, same, alone = 0, 0, {}
+    """Also beyond the longest sequence, and for prompts of several passes. Where rounding decides, texts may part."""
+    total, same, alone, choices = 0, 0, {}, (Choice(0.0), Choice(0.7, 10, 0.9), Choice(0.7), Choice())
     prompt = np.random.default_rng(1).integers(0, config.V, (1, prompt), dtype=np.int32)
-    for choice in CHOICES[: 4 if config.V < 2000 else 2]:  # among all of many tokens, rounding decides often
+    for choice in choices[: 4 if config.V < 2000 else 2]:  # among all of many tokens, rounding decides often
         for B in (1, 3, 20, 70):
             ours, cpu = decoders(config, "float32", B)
             texts = []

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import io
 import json
 import math
 import re
@@ -17,13 +16,12 @@ import pytest
 import evaluate
 import export_weights
 import train_gpt2
-from conftest import SMALL, SMALL_HEADS, Server, random_params, write_diverged
+from conftest import SMALL, SMALL_HEADS, Server, random_params
 from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.hellaswag import Example, read_examples
 from llmc.settings import Settings
-from llmc.tensors import flat
 from llmc.tokenizer import write_tokenizer
 from llmc.vocabulary import open_vocabulary
 from prepro import hellaswag, mmlu
@@ -56,12 +54,11 @@ def examples(workplace):
     return examples
 
 
-def test_prepro_hellaswag(tmp_path, vocabulary_here, run_here, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_prepro_hellaswag(here, vocabulary_here, run_here, monkeypatch):
     with Server({"/x": (200, {}, LINES.encode())}) as server:
         command = hellaswag, "--url", f"{server.url}/x"
         run_here(*command, fails=("/x: SHA-256", "expected 0aa3b88843990f3f", "--input FILE"))
-        assert not list((tmp_path / "data").iterdir())
+        assert not list((here / "data").iterdir())
         monkeypatch.setattr(hellaswag, "SHA256", hashlib.sha256(LINES.encode()).hexdigest())
         for _ in range(2):
             assert run_here(*command).stdout == f"Saved 2 examples to {HELLASWAG}\n"
@@ -70,14 +67,12 @@ def test_prepro_hellaswag(tmp_path, vocabulary_here, run_here, monkeypatch):
              1, 275, 1, 257]
     second = [65535, 2 * 18, 1, 0, 4, 2, 464, 4252, 2, 16736, 13, 2, 5621, 13, 1, 275, 1, 257]
     header = struct.pack("<256i", 20240522, 1, 2, 2 * 26, *[0] * 252)
-    assert (tmp_path / HELLASWAG).read_bytes() == header + struct.pack(f"<{26 + 18}H", *first, *second)
+    assert (here / HELLASWAG).read_bytes() == header + struct.pack(f"<{26 + 18}H", *first, *second)
 
 
 @pytest.mark.parametrize("line, word", (
     ("not JSON", "JSONDecodeError"), ('{"ctx": "a"}', "endings"),
-    ('{"ctx": "a", "endings": ["b", "c"], "label": 0}', "2 endings"),
-    ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', "label 4"),
-    ('{"ctx": null, "endings": ["b", "c", "d", "e"], "label": 1}', "not text")))
+    ('{"ctx": "a", "endings": ["b", "c"], "label": 0}', "2 endings")))
 def test_prepro_hellaswag_refuses_other_lines(tmp_path, vocabulary_here, run_here, line, word):
     path = tmp_path / "x.jsonl"
     path.write_text(f"{LINES}{line}\n")
@@ -95,9 +90,8 @@ def test_prepro_mmlu(workplace, vocabulary_here, run_here, results):
     def pack(files):
         with tarfile.open("data.tar", "w") as archive:
             for name, text in files.items():
-                member = tarfile.TarInfo(name)
-                member.size = len(text)
-                archive.addfile(member, io.BytesIO(text.encode()))
+                Path("member").write_text(text)
+                archive.add("member", name)
 
     pack(files)
     assert run_here(mmlu, "--input", "data.tar").stdout == "Saved 2 examples to data/mmlu_test.bin\n"
@@ -139,9 +133,7 @@ def test_a_file_is_read_whole_or_refused(examples):
 def hf(examples):
     """transformers' model of gpt2_124M.bin, and of the folder hf: its weights are so large that the context counts."""
     transformers = pytest.importorskip("transformers")
-    params = random_params(SMALL)
-    flat(params)[:] *= 5
-    write_model("gpt2_124M.bin", SMALL, params)
+    write_model("gpt2_124M.bin", SMALL, random_params(SMALL, spread=0.5))
     export_weights.write_hf_folder("gpt2_124M.bin", "hf")
     return transformers.GPT2LMHeadModel.from_pretrained("hf").eval()
 
@@ -243,7 +235,7 @@ def test_several_files_and_their_first_tokens(examples, results):
 def test_evaluate_refuses(examples, run_here, flags, words):
     write_tokens("data/one.bin", [np.array([3])], 1)
     write_tokens("data/large.bin", [np.array([3, 500])], 2)
-    write_diverged("huge.bin")
+    write_model("huge.bin", SMALL, random_params(SMALL, spread=1e30))
     model = () if flags and flags[-1] in ("huge.bin", "nowhere.bin") else ("gpt2_124M.bin",)
     run_here(evaluate, *flags, *model, *TOKENIZER, fails=words)
 

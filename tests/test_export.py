@@ -22,7 +22,7 @@ import train_gpt2
 from conftest import SMALL, Server, hub_pages, make_model, random_params
 from llmc.api import load
 from llmc.checkpoint import padded, read_model, write_model
-from llmc.dataloader import open_tokens, write_tokens
+from llmc.dataloader import open_tokens
 from llmc.errors import UserError
 from llmc.resume import checkpoint_paths
 from llmc.tensors import bf16_bits, bf16_to_float32, flat
@@ -172,12 +172,8 @@ def test_pretrained_from_a_hub_then_from_its_cache(tmp_path, run_here, use_hub):
 
 
 @pytest.fixture
-def export(tmp_path, monkeypatch, run_here):
+def export(workplace, run_here):
     """Run export_weights.py, with random tokens for a batch: export(flag, value, ...) writes to tmp_path/out."""
-    (tmp_path / "data").mkdir()
-    tokens = np.random.default_rng(0).integers(0, 257, 1000)
-    write_tokens(tmp_path / "data" / "tiny_shakespeare_val.bin", [tokens], 1000)
-    monkeypatch.chdir(tmp_path)
     return functools.partial(run_here, e, "--model", "d2", "--vocabulary", "bytes", "--output_dir", "out")
 
 
@@ -235,7 +231,7 @@ def test_benchmark_flags(tmp_path, export, flags):
     (("--input", "none.bin"), "none.bin.*python prepro_text.py")))
 def test_faults(tmp_path, export, flags, words):
     export(*flags, fails=words.split(".*"))
-    assert not list(tmp_path.glob("**/gpt2_*"))
+    assert not list(tmp_path.glob("*/gpt2_*"))
 
 
 @pytest.mark.parametrize("words, damage", (("config.json", lambda folder: (folder / "config.json").unlink()),
@@ -246,7 +242,6 @@ def test_faults(tmp_path, export, flags, words):
     ("layer_norm_epsilon is 1e-06, expected", {"layer_norm_epsilon": 1e-6}),
     ("tie_word_embeddings is False, expected", {"tie_word_embeddings": False}),
     ("wpe.weight has shape .* expected .* from config.json", {"n_positions": 41}),
-    ("ln_f.bias is of I64", {"transformer.ln_f.bias": torch.zeros(48, dtype=torch.int64)}),
     ("tensor ln_f.scale and 1 more would", {"transformer.ln_f.scale": torch.zeros(1), "score": torch.ones(1)}),
     ("config.json: not the configuration", lambda folder: (folder / "config.json").write_text("[" * 9999)),
     ("lm_head.weight differs", {"lm_head.weight": torch.zeros(50, 48)}),
@@ -296,20 +291,19 @@ def sentence_piece():
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(here):
     """folder(tokenizer, {file: object}, rows) writes the folder `hf`, also as model.bin of so many rows."""
     def write(tokenizer, files=None, rows=0):
-        (tmp_path / "hf").mkdir(exist_ok=True)
+        (here / "hf").mkdir(exist_ok=True)
         tokenizer.save("hf/tokenizer.json")
         for name, found in (files or {"tokenizer_config.json": {"eos_token": "<|eos|>"}}).items():
-            (tmp_path / "hf" / name).write_text(found if isinstance(found, str) else json.dumps(found))
+            (here / "hf" / name).write_text(found if isinstance(found, str) else json.dumps(found))
         if rows:
             config = dataclasses.replace(SMALL, V=rows, Vp=rows)
             write_model("model.bin", config, random_params(config))
             save_vocabulary("tokenizer.bin", open_vocabulary("hf"))
         return "hf"
 
-    monkeypatch.chdir(tmp_path)
     return write
 
 

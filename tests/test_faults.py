@@ -145,8 +145,7 @@ def test_token_file_faults(workplace, train):
     ("-b 0", "-b/--batch_size 0.*at least 1"), ("-t 33", "-t/--sequence_length 33.*32"), ("-m 0", "-m/--val_batches 0"),
     ("-g 0", "-g/--sample_tokens 0.*at least 1"), ("-x -5", "-x/--steps -5.*at least 0"), ("-n 5", "-n.*-o DIR"),
     ("-l nan", "-l/--learning_rate nan"), ("--eps 1e-46", "--eps 1e-46.*expected"), ("-q 2", "-q/--final_fraction 2"),
-    ("--eps 1e39", "--eps 1e+39.*expected"), ("-e ''", "-e/--model.*empty"), ("-i 'a\nb'", "a\\nb_train.bin"),
-    ("--beta1 1", "--beta1 1.*expected 0 <= beta1 < 1"),
+    ("-e ''", "-e/--model.*empty"), ("--beta1 1", "--beta1 1.*expected 0 <= beta1 < 1"),
     ("--grad_clip -1", "--grad_clip -1.*at least 0"), ("-d 17", "-d/--total_batch_size 17.*multiple of B*T = 16"),
     ("-y 1 -o run.log", "-y.*run.log is a log file"), ("-b 1000000", "tokens.*-b or -t"),
     ("-i nothing_*.bin -j x.bin", "nothing_*.bin.*no file matches"), ("-i shards.bin -v 1", "shards.bin.*-j"),
@@ -209,8 +208,7 @@ def test_two_runs_with_one_output(workplace, train):
 
 
 def test_what_a_run_resumes_from(workplace, train):
-    """A second run does not write into the first one's directory, over its vocabulary say, nor resume it with other
-    flags."""
+    """A second run neither writes into the first one's directory nor resumes it with other flags."""
     for directory in ("run", "other"):
         os.mkdir(directory)
     write_tokenizer("other/tokenizer.bin", [b"a", b"b"], 1)

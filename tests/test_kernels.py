@@ -1,8 +1,5 @@
-"""Each GPU kernel against its NumPy function, on fresh random data and awkward shapes; and, with no GPU, that all
-compile and that every launch passes what its kernel takes.
-
-Outputs are NaN before the call, so that an element which is not written fails. The NumPy function runs in float64.
-"""
+"""Each GPU kernel against its NumPy function in float64, on random data and awkward shapes; outputs are NaN before
+the call; and, with no GPU, that all compile and that every launch passes what its kernel takes."""
 
 import dataclasses
 import functools
@@ -266,30 +263,27 @@ SHAPES = [(1, 1), (3, 97), (1, 1000), (3, 1024)]
 MATMULS = {}
 
 
-def model_id(config):
-    return f"C{config.C}xNH{config.NH}xV{config.V}"
-
-
 CASES = [(config, name) for config in MODELS for name in ("tf32", "bf16")] + [(MODELS[3], "bf16-float32-grads")]
 
 
-@pytest.fixture(params=CASES, ids=lambda case: f"{model_id(case[0])}-{case[1]}")
+@pytest.fixture(params=CASES, ids=lambda case: f"C{case[0].C}xNH{case[0].NH}xV{case[0].V}-{case[1]}")
 def device(request, gpu):
     config, precision = request.param
     return get_device(gpu, config, PRECISIONS[precision])
 
 
-def get_device(gpu, config, precision, portable=False, architecture=cuda.GPT2):
+def get_device(gpu, config, precision, portable=False):
     """A Device for one model, made once; `portable` without the instructions that only this generation of GPUs has."""
-    return get_matmul(gpu, config, precision, portable, architecture=architecture).device
+    return get_matmul(gpu, config, precision, portable).device
 
 
-def get_matmul(gpu, config, precision, portable=False, matmul="auto", architecture=cuda.GPT2):
+def get_matmul(gpu, config, precision, portable=False, matmul="auto"):
     key = config, precision, portable, matmul
     if precision.bf16 and int(gpu.arch[3:].rstrip("a")) < 80:
         pytest.skip(f"{gpu.arch} has no bfloat16")
     if key not in MATMULS:
         gpu = open_gpu("sm_80" if portable else "native")
+        architecture = cuda.GPT2 if isinstance(config, Config) else llama_cuda.Llama3
         device, made = open_device(architecture, gpu, config, precision, matmul)
         device.config, device.precision = config, precision  # for the tests
         with device.stream:
@@ -669,3 +663,80 @@ def test_stochastic_rounding(gpu):
     assert abs(np.mean(np.abs(rounded(0, 1, at_random=1)) > 1.0) - 0.3) < 0.01, "but for layernorms"
     numbers[:] = np.resize(np.float32([np.nan, np.inf, -np.inf]), count)
     assert np.array_equal(rounded(7, 1), numbers, equal_nan=True), "what is not finite stays so"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Llama 3's; attention, SwiGLU in matmuls, text and the trainer have tests of their own
+
+of_llama = pytest.mark.parametrize("device, B, T", [
+    (case, *shape) for case in (*itertools.product(LLAMAS, ("tf32", "bf16")), (LLAMAS[2], "bf16-float32-grads"))
+    for shape in ((1, 1), (3, 97), (3, 1024))], indirect=["device"],
+    ids=lambda x: x if isinstance(x, int) else f"C{x[0].C}xNKV{x[0].NKV}xF{x[0].F}-{x[1]}")
+
+
+@of_llama
+@pytest.mark.parametrize("both", (True, False))
+def test_residual_rmsnorm(device, B, T, both):
+    config, e, residual_dtype = device.config, device.precision.dtype, device.precision.residual
+    C, eps = config.C, config.eps
+    inp1, inp2 = random(B, T, C, seed=1, mean=1, dtype=residual_dtype), random(B, T, C, seed=2, mean=1, dtype=e)
+    weight, out, rstd = random(C, seed=3, dtype=e), unwritten(B, T, C, dtype=e), unwritten(B, T)
+    residual = unwritten(B, T, C, dtype=residual_dtype)
+    llama_cuda.residual_rmsnorm_forward(
+        device, residual if both else None, out, rstd, on_gpu(inp1, dtype=residual_dtype),
+        on_gpu(inp2, dtype=e) if both else None, on_gpu(weight, dtype=e), eps, B, T, C)
+    total = inp1.astype(np.float64) + (inp2 if both else 0)
+    if both:
+        assert_close(EXACT, residual=(residual, total))
+        total = to_float32(residual).astype(np.float64)  # the RMSNorm is that of what is stored
+    expected = np.empty((B, T, C)), np.empty((B, T))
+    train_llama3.rmsnorm_forward(*expected, total, *wide(weight), eps, B, T, C)
+    assert_close(SUMS, out=(out, expected[0]), rstd=(rstd, expected[1]))
+
+
+@of_llama
+def test_rmsnorm_backward(device, B, T):
+    C, e, g = device.config.C, device.precision.dtype, device.precision.grads
+    dinp, dout = (random(B, T, C, seed=seed, dtype=e) for seed in (1, 2))
+    inp, weight = random(B, T, C, seed=3, dtype=device.precision.residual), random(C, seed=4, dtype=e)
+    rstd = (1 / np.sqrt(np.square(inp, dtype=np.float64).mean(axis=-1) + 1e-5)).astype(np.float32)
+    expected, dweight = dinp.astype(np.float64), np.empty(C)
+    train_llama3.rmsnorm_backward(expected, dweight, *wide(dout, inp, weight, rstd), B, T, C)
+    for add_residual, rows in ((1, 264), (0, 3), (1, 3)):
+        rows = min(rows, B * T)
+        got = on_gpu(dinp, dtype=e) if add_residual else unwritten(B, T, C, dtype=e)
+        partials, sums = unwritten(rows, C), unwritten(C, dtype=g)
+        llama_cuda.rmsnorm_backward(
+            device, got, partials, on_gpu(dout, dtype=e), on_gpu(inp, dtype=device.precision.residual),
+            on_gpu(weight, dtype=e), on_gpu(rstd), add_residual, B, T, C)
+        cuda.column_sums(device, [(partials, (sums,))])
+        assert_close(SUMS, dinp=(got, expected - (0 if add_residual else dinp)), dweight=(sums, dweight))
+
+
+@of_llama
+def test_rope(device, B, T):
+    config, e = device.config, device.precision.dtype
+    heads, width = config.NH + config.NKV, config.Q + 2 * config.K
+    cos, sin = train_llama3.rope_table(config, T)
+    qkv = random(B, T, width, seed=1, dtype=e)
+    got, expected = on_gpu(qkv, dtype=e), qkv.astype(np.float64)
+    llama_cuda.rope_forward(device, got, on_gpu(np.stack((cos, sin), axis=-1)), B, T, heads * config.HS)
+    train_llama3.rope_forward(expected, *wide(cos, sin), B, T, heads, config.HS)
+    assert_close(EXACT, qkv=(got, expected))
+    assert np.array_equal(to_float32(got)[..., heads * config.HS :], qkv[..., heads * config.HS :])
+
+
+@of_llama
+def test_swiglu(device, B, T):
+    F, N, e = device.config.F, B * T, device.precision.dtype
+    inp, dout = random(N, 2 * F, seed=1, spread=3, dtype=e), random(N, F, seed=2, dtype=e)
+    inp[0, F : F + 4] = -100.0, 100.0, -1e4, 0.0
+    out, dinp, again = unwritten(N, F, dtype=e), unwritten(N, 2 * F, dtype=e), unwritten(N, F, dtype=e)
+    llama_cuda.swiglu_forward(device, out, on_gpu(inp, dtype=e), N, F)
+    expected, dexpected = np.empty((N, F)), np.empty((N, 2 * F))
+    with np.errstate(over="ignore"):
+        train_llama3.swiglu_forward(expected, *wide(inp), N, F)
+        train_llama3.swiglu_backward(dexpected, *wide(inp, dout), N, F)
+    llama_cuda.swiglu_backward(device, dinp, again, on_gpu(inp, dtype=e), on_gpu(dout, dtype=e), N, F)
+    assert_close(SUMS, out=(out, expected), dinp=(dinp, dexpected))
+    assert (out == again).all(), "recomputed with the same bits"

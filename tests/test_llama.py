@@ -13,8 +13,9 @@ import export_weights
 import generate
 import prepro_text
 import test_gpt2
+import test_verdict
 import train_llama3 as t
-from conftest import SMALL_LLAMA as CONFIG, trainer_of
+from conftest import SMALL_LLAMA as CONFIG, make_model, trainer_of
 from llmc import vocabulary
 from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import open_tokens
@@ -22,7 +23,7 @@ from llmc.debugstate import check_tensor
 from llmc.errors import UserError
 from test_gpt2 import ADAMW_CHECK, SMOOTH, NumpyRun, Yardstick, judge_update, replay
 from test_layers import SEVERAL_BLOCKS, SHAPES, assert_gradients, forward_of, nan, normal
-from test_verdict import after, before, first_wrong, random_case, scaled
+from test_verdict import before, first_wrong, instead, random_case, scaled
 
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16, "rope_theta": 1e4}
@@ -105,89 +106,42 @@ def test_the_ladder(tied):
     assert yardstick.judge(replay(NumpyRun(*drawn, SMOOTH))) and judge_update(NumpyRun(*drawn, ADAMW_CHECK))
 
 
-def heads_of(a, name):
-    """(B,T,NH+2NKV,HS) of attention's inp or dinp."""
-    return a[name].reshape(a["B"], a["T"], -1, a["HS"])
-
-
-def heads_scaled(begin, end, factor):
-    return after(lambda call, a: heads_of(a, "dinp")[:, :, begin:end].__imul__(np.float32(factor)))
-
-
-def tables_with(change):
-    return lambda right: lambda config, *at: right(dataclasses.replace(config, **change), *at)
-
-
-def halves_for_neighbours(right):
-    def wrong(qkv, cos, sin, B, T, heads, HS):
-        part = qkv[..., : heads * HS].reshape(B, T, heads, HS)
-        a, b = part[..., : HS // 2].copy(), part[..., HS // 2 :].copy()
-        part[..., : HS // 2] = a * cos[:, None] - b * sin[:, None]
-        part[..., HS // 2 :] = b * cos[:, None] + a * sin[:, None]
-    return wrong
-
-
-def exchanged(a, name):
-    """Of a tensor of SwiGLU, with gate where up was."""
-    return np.roll(a[name].reshape(a["N"], 2 * a["F"]), a["F"], axis=1)
-
-
-def up_times_sigmoid(a):
-    x = a["inp"].reshape(a["N"], -1)
-    return x[:, : a["F"]] / (1 + np.exp(-x[:, a["F"] :]))
-
-
-def without_mean(right):
-    def wrong(dinp, dweight, dout, inp, weight, rstd, B, T, C):
-        start = dinp.copy()
-        right(dinp, dweight, dout, inp, weight, rstd, B, T, C)
-        dinp[...] = start + dout * weight * rstd[..., None]
-    return wrong
-
-
+QUERIES, KEYS, VALUES = np.split(np.arange((CONFIG.NH + 2 * CONFIG.NKV) * CONFIG.HS), (CONFIG.Q, CONFIG.Q + CONFIG.K))
 FAULTS = {  # what is wrong: (function, right one -> wrong one, the first wrong row)
     "rmsnorm's eps 1e-6": ("rmsnorm_forward", before(lambda call, a: {"eps": 1e-6}), "logits"),
     "rmsnorm divides by C - 1": ("rmsnorm_forward", before(lambda call, a: {"C": a["C"] - 1}), "logits"),
     "rmsnorm subtracts the mean": ("rmsnorm_forward", before(
         lambda call, a: {"inp": a["inp"] - a["inp"].mean(-1, keepdims=True)}), "logits"),
-    "rmsnorm's last weight forgotten": ("rmsnorm_forward", after(
-        lambda call, a: np.divide(a["out"][..., -1], a["weight"][-1], a["out"][..., -1])), "logits"),
-    "rmsnorm backward without the mean": ("rmsnorm_backward", without_mean, "dfcprojw"),
+    "rmsnorm's last weight forgotten": (
+        "rmsnorm_forward", instead("out *= weight", "out[..., :-1] *= weight[:-1]"), "logits"),
+    "rmsnorm backward without the mean": ("rmsnorm_backward", instead("dn -= n", ""), "dfcprojw"),
     "rmsnorm backward's rstd off by 1e-4": ("rmsnorm_backward", before(
         lambda call, a: {"rstd": a["rstd"] * np.float32(1.0001)}), "dlnfw"),
     "rmsnorm's dweight off by 1e-5": ("rmsnorm_backward", scaled("dweight", 1.00001), "dlnfw"),
     "one frequency of RoPE": ("rope_table", lambda right: lambda config, *at: [
         table[:, [0, 2, *range(2, config.HS // 2)]] for table in right(config, *at)], "logits"),
-    "RoPE not scaled": ("rope_table", tables_with({"factor": 0}), "logits"),
-    "RoPE's factor 32 for 8": ("rope_table", tables_with({"factor": 32}), "logits"),
-    "RoPE's theta 1 percent off": ("rope_table", tables_with({"theta": 1010.0}), "logits"),
-    "RoPE's original length": ("rope_table", tables_with({"original": 17}), "logits"),
+    "RoPE not scaled": ("rope_table", instead("if config.factor", "if False"), "logits"),
+    "RoPE's factor 32 for 8": ("rope_table", instead("float32(config.factor)", "float32(32)"), "logits"),
+    "RoPE's theta 1 percent off": ("rope_table", instead("config.theta", "1010.0"), "logits"),
+    "RoPE's original length": ("rope_table", instead("config.original", "17"), "logits"),
     "RoPE a position on": ("rope_table", lambda right: lambda config, T, *at: right(config, T, 1), None),
-    "RoPE of halves": ("rope_forward", halves_for_neighbours, "logits"),
-    "RoPE turns the other way": ("rope_table", lambda right: lambda config, *at: (
-        right(config, *at)[0], -right(config, *at)[1]), "logits"),
+    "RoPE of halves": ("rope_forward", instead("HS // 2, 2)", "2, HS // 2).swapaxes(3, 4)"), "logits"),
+    "RoPE turns the other way": ("rope_table", instead("np.sin(angles)", "-np.sin(angles)"), "logits"),
     "RoPE of queries alone": ("rope_forward", before(lambda call, a: {"heads": CONFIG.NH}), "logits"),
     "RoPE of values, too": ("rope_forward", before(lambda call, a: {"heads": a["heads"] + 1}), "logits"),
     "RoPE not turned back": ("rope_backward", lambda right: t.rope_forward, "dqkvw"),
     "RoPE's gradient left out": ("rope_backward", lambda right: lambda *arguments: None, "dqkvw"),
-    "a head of the wrong group": ("attention_forward", before(lambda call, a: {"inp": np.concatenate((
-        heads_of(a, "inp")[:, :, [1, 2, 0, 3]], heads_of(a, "inp")[:, :, 4:]), 2).reshape(a["inp"].shape)}), "logits"),
-    "groups in turns": ("split_heads", lambda right: lambda qkv, B, T, NH, NKV, HS: (
-        np.ascontiguousarray(right(qkv, B, T, NH, NKV, HS)[0].reshape(B, NKV, -1, T, HS)[:, ::-1]),
-        *right(qkv, B, T, NH, NKV, HS)[1:]), "logits"),
-    "dkey of a group's last head lost": ("attention_backward", heads_scaled(4, 6, 0.5), "dqkvw"),
-    "dvalue off by 1e-4": ("attention_backward", heads_scaled(6, 8, 1.0001), "dqkvw"),
-    "dquery off by 1e-4": ("attention_backward", heads_scaled(0, 4, 1.0001), "dqkvw"),
-    "up and gate exchanged": ("swiglu_forward", before(lambda call, a: {"inp": exchanged(a, "inp")}), "logits"),
-    "sigmoid for SiLU": ("swiglu_forward", after(
-        lambda call, a: np.copyto(a["out"].reshape(a["N"], -1), up_times_sigmoid(a))), "logits"),
+    "a head of the wrong group": ("split_heads", instead("heads[:, :NH]", "heads[:, [1, 2, 0, 3]]"), "logits"),
+    "groups in turns": ("split_heads", instead("NKV, T, HS)", "NKV, T, HS)[:, ::-1]"), "logits"),
+    "dkey of a group's last head lost": ("attention_backward", scaled("dinp", 0.5, at=np.s_[..., KEYS]), "dqkvw"),
+    "dvalue off by 1e-4": ("attention_backward", scaled("dinp", 1.0001, at=np.s_[..., VALUES]), "dqkvw"),
+    "dquery off by 1e-4": ("attention_backward", scaled("dinp", 1.0001, at=np.s_[..., QUERIES]), "dqkvw"),
+    "up and gate exchanged": ("swiglu_forward", instead("up, gate, o =", "gate, up, o ="), "logits"),
+    "sigmoid for SiLU": ("swiglu_forward", instead("np.divide(gate, o", "np.divide(np.float32(1.0), o"), "logits"),
     "swiglu off by 1e-5": ("swiglu_forward", scaled("out", 1.00001), "logits"),
-    "dup and dgate exchanged": ("swiglu_backward", after(lambda call, a: np.copyto(
-        a["dinp"], exchanged(a, "dinp").reshape(a["dinp"].shape))), "dfcw"),
-    "dgate without its second term": ("swiglu_backward", after(lambda call, a: np.copyto(
-        a["dinp"].reshape(a["N"], -1)[:, a["F"] :], a["dout"].reshape(a["N"], -1) * up_times_sigmoid(a))), "dfcw"),
-    "one position of a token lost": ("encoder_backward", after(
-        lambda call, a: np.subtract(a["dwte"][a["inp"][0, 0]], a["dout"][0, 0], a["dwte"][a["inp"][0, 0]])), "dwte"),
+    "dup and dgate exchanged": ("swiglu_backward", instead("dup, dgate =", "dgate, dup ="), "dfcw"),
+    "dgate without its second term": ("swiglu_backward", instead("dgate += s", "dgate[...] = s"), "dfcw"),
+    "one position of a token lost": test_verdict.FAULTS["wte: one position of a token lost"],
 }
 
 
@@ -223,11 +177,9 @@ def folder(tmp_path):
 def test_transformers_computes_the_same(folder, tmp_path, changes):
     """Logits, loss and all gradients; a checkpoint and the folder made of it keep every bit."""
     path, reference = folder(**changes)
-    architecture, config, params = export_weights.read_hf_folder(str(path))
+    _, config, params = export_weights.read_hf_folder(str(path))
     x, y = np.random.default_rng(0).integers(0, config.V, (2, 3, 60))
-    model = architecture(config, params)
-    model.allocate_activations(3, 60)
-    model.allocate_training(3, 60)
+    model = make_model(3, 60, 1, config, params)
     loss = model.forward(x, y)
     logits = model.acts.logits.copy()
     model.backward()

@@ -32,7 +32,6 @@ from llmc.tokenizer import Tokenizer
 from train_gpt2 import GPT2, activation_table, parameter_table
 
 END_OF_MOMENTS = HEADER_BYTES + 8 * table_elements(parameter_table(SMALL))  # in a state file
-FAST = ("-b", 2, "-t", 8, "-v", 0, "-s", 0, "--lines", "llmc")  # whose losses have more digits
 
 
 def count_up(path, count, first=0):
@@ -156,7 +155,7 @@ def test_the_position_is_that_of_the_last_batch_taken(tmp_path, seed=7):
 
 @pytest.fixture
 def train(run_here):
-    return functools.partial(run_here, train_gpt2, *FAST)
+    return functools.partial(run_here, train_gpt2, "-b", 2, "-t", 8, "-v", 0, "-s", 0, "--lines", "llmc")
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 """Matmuls with SwiGLU and RoPE in their epilogues, on Hopper, against float64; and, with no GPU, that they compile into
-registers alone and are launched with what they take."""
+registers alone. (test_kernels.py has their launches in a step.)"""
 
 import functools
 import struct
@@ -10,39 +10,35 @@ import pytest
 
 from conftest import on_stream
 from llmc.gpu.device import Device, to_float32
-from llmc.gpu.geometry import KERNELS, blocks, hopper_matmul, kernel_files, launch_geometry, pack
+from llmc.gpu.geometry import blocks, hopper_matmul, kernel_files, launch_geometry, pack
 from llmc.gpu.matmul import Linear, Matmul
 from llmc.gpu.precision import Precision
-from test_kernels import (SUMS, assert_close, check_launches, compile_file, on_gpu, random, signatures, unwritten,
-                          wide)
+from test_kernels import SUMS, assert_close, compile_file, on_gpu, random, unwritten, wide
 from train_llama3 import Config
 
 BFLOAT16 = Precision("bfloat16")
 SIZES = [(129, 64, 96), (256, 768, 2048), (300, 576, 1536), (128, 128, 200), (1000, 2048, 8192),
          (130, 72, 104)]  # N, C, F
-HEADS = [(12, 4, 64), (9, 3, 64), (3, 1, 128), (4, 2, 16)]  # NH, NKV, HS
 
 
 def model(C=64, F=96, NH=4, NKV=2, HS=16):
     return Config(1024, 257, 1, NH, NKV, C, 264, F, HS)
 
 
+@functools.cache
 def open_matmul(gpu, config):
-    """A Matmul by the rule, with the kernels of these layers."""
+    """A Matmul by the rule, with the kernels of these layers; once for all tests."""
     layers = SimpleNamespace(KERNELS=("matmul", "matmul_swiglu", "swiglu"), CONSTANTS={})
     files = kernel_files(layers, config, BFLOAT16, gpu.arch, "auto")
     device = Device(gpu, list(files.values()), launch_geometry(config, BFLOAT16, gpu.arch))
     return Matmul(device, BFLOAT16)
 
 
-open_once = functools.cache(open_matmul)
-
-
 def get(gpu, monkeypatch, config, sm_count=None):
-    """The same, once for all tests. sm_count: blocks at most, so that each computes many tiles."""
+    """The same, on Hopper. sm_count: blocks at most, so that each computes many tiles."""
     if not hopper_matmul(BFLOAT16, gpu.arch):
         pytest.skip(f"{gpu.arch} is not Hopper")
-    matmul = open_once(gpu, config)
+    matmul = open_matmul(gpu, config)
     on_stream(matmul.device)
     if sm_count:
         monkeypatch.setattr(matmul.device, "sm_count", sm_count)
@@ -119,10 +115,9 @@ def test_backward_inp_swiglu(gpu, monkeypatch, N, C, F, sm_count):
 
 
 @pytest.mark.parametrize("B, T", ((3, 97), (1, 300), (5, 128)))
-@pytest.mark.parametrize("NH, NKV, HS", HEADS)
+@pytest.mark.parametrize("NH, NKV, HS", ((12, 4, 64), (9, 3, 64), (3, 1, 128), (4, 2, 16)))
 def test_forward_rope(gpu, monkeypatch, NH, NKV, HS, B, T):
-    """With tiles of both widths, whether they divide the width of the result or not. Values are not rotated: they have
-    the bits of the plain matmul."""
+    """With tiles of both widths, whether they divide the result's or not. Values have the bits of the plain matmul."""
     N, C, rotated, QKV = B * T, NH * HS, (NH + NKV) * HS, (NH + 2 * NKV) * HS
     matmul = get(gpu, monkeypatch, model(C, 96, NH, NKV, HS), sm_count=2)
     inp, weight = random(N, C, seed=1, dtype="bfloat16"), random(QKV, C, seed=2, dtype="bfloat16")
@@ -169,19 +164,3 @@ def test_nothing_spills(config):
     layers = SimpleNamespace(KERNELS=("matmul_swiglu",), CONSTANTS={})
     file = kernel_files(layers, config, BFLOAT16, "sm_90a")["matmul_swiglu"]
     assert frame_sizes(compile_file(file, "sm_90a")) == [0] * len(file.kernels)
-
-
-def test_launches_pass_what_the_kernels_take(fake_gpu):
-    N, C, F, QKV = 6, 64, 96, 960
-    matmul = open_matmul(fake_gpu.gpu, model(C, F, 9, 3, 64))
-    assert Linear(matmul, None).fuses
-    empty = functools.partial(fake_gpu.cp.empty, dtype="uint16")
-    rope, fake_launches = fake_gpu.cp.empty((3, 32, 2), "float32"), fake_gpu.launches
-    fake_launches.clear()
-    Linear(matmul, empty((2 * F, C))).forward_swiglu(empty((2, 3, 2 * F)), empty((2, 3, F)), empty((2, 3, C)))
-    Linear(matmul, empty((C, F))).backward_inp_swiglu(empty((2, 3, 2 * F)), empty((2, 3, C)), empty((2, 3, 2 * F)))
-    Linear(matmul, empty((QKV, C))).forward_rope(empty((2, 3, QKV)), empty((2, 3, C)), rope, 3)
-    Linear(matmul, empty((1280, C))).forward_rope(empty((2, 3, 1280)), empty((2, 3, C)), rope, 3)
-    assert [launch.name for launch in fake_launches] == list(KERNELS["matmul_swiglu"])
-    assert [launch.arguments[-4] for launch in fake_launches] == [N] * 4  # M, then N, K, band
-    check_launches(fake_launches, fake_gpu.gpu, BFLOAT16, signatures("hopper/matmul_swiglu"))

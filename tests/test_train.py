@@ -1,5 +1,4 @@
-"""The training program as a user runs it: what it prints and logs, resuming to the bit, interruptions, outliers,
-schedules."""
+"""The training program as a user runs it: lines, logs, resuming to the bit, interruptions, outliers, schedules."""
 
 import collections
 import contextlib
@@ -33,8 +32,7 @@ import llmc.progress
 import plot_log
 import train_gpt2
 import train_gpt2_cuda
-from conftest import (BYTES, ROOT, SMALL, SMALL_LLAMA, draw_slowly, make_model, random_params, remove_after,
-                      trainer_of)
+from conftest import ROOT, SMALL, SMALL_LLAMA, draw_slowly, make_model, random_params, remove_after, trainer_of
 from llmc.checkpoint import write_model
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.errors import UserError
@@ -202,8 +200,7 @@ def test_durations_and_utilization():
 
 
 def test_samples_and_validation(workplace, train):
-    """A sample is as from forward passes over the whole context; it may be longer than T, whose window then moves on by
-    half. Validation is the mean of the first batches."""
+    """A sample is as from forward passes, also where it is longer than T; validation, the mean of the first batches."""
     os.unlink("gpt2_tokenizer.bin")
     output = train("-t", 5, "-g", 40, "-x", 1, "-s", 1, "-v", 1, "-m", 3, "-l", 0.0)
     assert [int(word) for word in output.split("---")[1].split()] == draw_slowly(5, [256], 39)
@@ -261,10 +258,15 @@ def test_table(workplace, run_here):
     assert [row["tokens"] for row in read_table("run/main.csv")][-2:] == ["160", "224"]
 
 
-@pytest.mark.parametrize("order", ((), ("--shuffle", 1), ("--spread", 1), ("--shuffle", 1, "--spread", 1)))
-def test_resumed_run_is_bit_equal(workplace, order, train):
+@pytest.mark.parametrize("page, more", (
+    *((GPT2, order) for order in ((), ("--shuffle", 1), ("--spread", 1), ("--shuffle", 1, "--spread", 1))),
+    *((page, ("-e", size, "--print_every", 1)) for page, size in ((Llama3, "l2"), (Speedrun, "s2")))))
+def test_resumed_run_is_bit_equal(workplace, run_here, page, more):
     """Also once it is finished: then nothing is done."""
-    flags = (*"-x 9 -v 3 -s 3 -u 2 -k cosine -c 0.1 --grad_clip 1 -d 32 -l 0.01 -n 4".split(), *order)
+    def train(*flags):
+        return run_here(trainer_of(page), *FAST, *flags).stdout
+
+    flags = (*"-x 9 -v 3 -s 3 -u 2 -k cosine -c 0.1 --grad_clip 1 -d 32 -l 0.01 -n 4".split(), *more)
     whole = train(*flags, "-o", "whole")
     train(*flags, "-o", "parts")
     remove_after("parts", 4)
@@ -278,19 +280,12 @@ def test_resumed_run_is_bit_equal(workplace, order, train):
 
 @pytest.mark.parametrize("page, size", ((Llama3, "l2"), (Speedrun, "s2")))
 def test_a_run_of_another_page(workplace, run_here, page, size):
-    """One that is resumed has the bits of one that is not; it writes text, and is for its own page alone."""
-    write_tokenizer("data/tiny_shakespeare_tokenizer.bin", BYTES, 256)
-    trainer, flags = trainer_of(page), ("-e", size, "-b", 2, "-t", 16, "-s", 4, "-v", 4, "-n", 2, "-x", 4, "-o")
-    for directory in ("whole", "parts"):
-        run_here(trainer, *flags, directory)
-    remove_after("parts", 2)
-    assert "resuming at step 2" in run_here(trainer, *flags, "parts", "-y", 1).stdout
-    for name in checkpoint_paths("", 4):
-        assert Path("parts", name).read_bytes() == Path("whole", name).read_bytes()
-    printed = run_here(generate, "parts", "--prompt", "ab", "--tokens", 20, "--ignore_eot", "--device", "cpu").stdout
+    """It writes text, and is for its own page alone."""
+    for flags in (("-e", size, "-o", "run"), ("-e", "run")):
+        run_here(trainer_of(page), *FAST, "-x", 2, "-s", 0, *flags)
+    printed = run_here(generate, "run", "--prompt", "ab", "--tokens", 20, "--ignore_eot", "--device", "cpu").stdout
     assert printed.startswith("ab") and len(printed) > 10
-    run_here(trainer, "-e", "parts", "-b", 2, "-t", 16, "-x", 2, "-s", 0)
-    run_here(train_gpt2, "-e", "parts", fails=(f"checkpoint of {page.__module__}.py" if page is Speedrun else
+    run_here(train_gpt2, "-e", "run", fails=(f"checkpoint of {page.__module__}.py" if page is Speedrun else
                                                "Llama 3 checkpoint", "run the other page"))
 
 
@@ -404,8 +399,7 @@ def test_z_scores_are_those_of_the_last_values():
 
 @pytest.mark.parametrize("flag, what", (("-sl", "loss"), ("-sg", "norm")))
 def test_a_damaged_batch_changes_no_weight(workplace, train, run_here, flag, what, damaged=140):
-    """Text of four tokens, but for the batch of one update, which is skipped. This is said; and a run that is resumed
-    before it decides the same. Damaged notes are refused."""
+    """Text of four tokens, but for one update's batch, which is skipped, by a resumed run, too. This is said."""
     def run(steps, directory, *more):
         flags = ("-v", 0, "-s", 0, "-l", 1e-2, "-u", 20, "-n", 70, "--lines", "short", flag, 5)
         return train(*flags, "-x", steps, "-o", directory, *more)
@@ -447,12 +441,11 @@ def test_schedules():
     assert rates(schedule="wsd", final_fraction=0.5, warmup_steps=2)[7:] == [1.0, 1.0, round(1 - 0.5 * 0.5**0.5, 4)]
 
 
-def test_defaults(tmp_path, monkeypatch):
+def test_defaults(here):
     """A model file's are llm.c's, those of random weights ours; given flags come first; a file named d4 is a file."""
     s = Settings()
     assert (s.val_every, s.val_batches, s.sample_every, s.sample_tokens) == (10, 5, 20, 64)
     assert (s.T, s.beta1, s.beta2, s.eps, s.weight_decay) == (64, 0.9, 0.999, 1e-8, 0.0)
-    monkeypatch.chdir(tmp_path)
     names = "B", "steps", "shuffle", "spread", "learning_rate", "warmup_steps", "schedule", "grad_clip"
     llmc, defaults = (4, 41, -1, 0, 1e-4, 0, "constant", 0.0), (16, 1000, 1, 1, 0.0018, 100, "cosine", 1.0)
     given = 16, 50, 1, 0, 1e-4, 5, "cosine", 0.0
@@ -462,5 +455,5 @@ def test_defaults(tmp_path, monkeypatch):
         assert tuple(getattr(settings, name) for name in names) == expected
     settings = parse_settings(train_gpt2_cuda.CudaSettings, "", ["-e", "d12", "-x", "0"])
     assert (settings.B, settings.learning_rate, settings.warmup_steps) == (4, 6e-4, 100)
-    (tmp_path / "d4").touch()
+    (here / "d4").touch()
     assert parse_settings(Settings, "", ["-e", "d4"]).steps == 41

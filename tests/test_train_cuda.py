@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import gc
-import math
 import os
 import re
 import shutil
@@ -40,16 +39,6 @@ from train_gpt2 import Config, GPT2
 FAST = ("-b", 2, "-t", 24, "-g", 16, "--lines", "llmc")  # whose losses have more digits
 IGNORED = r"^(settings|resuming|first step|kernels|total average|allocated|[|+]).*\n"
 FLOAT32 = ("--dtype", "float32", "--tf32", 0)
-
-
-@pytest.fixture
-def gpu_workplace(gpu, heads):
-    return heads
-
-
-@pytest.fixture
-def fake_workplace(fake_gpu, heads):
-    return heads
 
 
 def train(*flags, program="train_gpt2_cuda.py", **options):
@@ -121,7 +110,7 @@ def test_without_a_compiler_or_its_headers_it_names_the_package(error, words, mo
 @pytest.mark.parametrize("changes, words", (
     (dict(name="Tesla V100", arch="sm_70"), "V100 has compute capability 7.0, expected 7.5"),
     (dict(shared=16 << 10), "bytes of shared memory in a block")))
-def test_a_gpu_that_is_too_small(fake_workplace, fake_gpu, run_here, changes, words):
+def test_a_gpu_that_is_too_small(fake_gpu, heads, run_here, changes, words):
     fake_gpu.gpu = fake_gpu.gpu._replace(**changes)
     assert_one_line_error(run_here(cuda, *FAST, check=False), words, "train_gpt2.py")
 
@@ -134,7 +123,7 @@ def test_an_error_of_the_gpu_is_one_line(monkeypatch, run_here):
 
 @pytest.mark.parametrize("recompute", (0, 1, 2))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
-def test_a_run_on_a_fake_gpu(fake_workplace, fake_gpu, run_here, dtype, recompute):
+def test_a_run_on_a_fake_gpu(fake_gpu, heads, run_here, dtype, recompute):
     """From flags to a checkpoint and on from there; a captured step launches what one without a graph does."""
     flags = (*FAST, "-v", 2, "-s", 2, "-n", 2, "-nk", 1, "-o", "run", "-d", 96, "--dtype", dtype, "--recompute",
              recompute)
@@ -151,51 +140,31 @@ def test_a_run_on_a_fake_gpu(fake_workplace, fake_gpu, run_here, dtype, recomput
     assert complete_checkpoints("run") == [4]
 
 
-def test_steps_go_on_while_a_checkpoint_is_written(fake_workplace, run_here, monkeypatch):
+def test_steps_go_on_while_a_checkpoint_is_written(fake_gpu, heads, run_here, at_call):
     """And what fails is a line, soon, with the checkpoint before whole."""
-    flags, second = (*FAST, "-v", 0, "-s", 0, "-n", 1, "-o", "run"), threading.Event()
-    begin_step, save_checkpoint = Trainer.begin_step, llmc.gpu.saver.save_checkpoint
-
-    def begin(*arguments):
-        number = begin_step(*arguments)
-        if number == 1:
-            second.set()
-        return number
-
-    def save(*arguments, **options):
-        assert second.wait(10), "no second step has begun"
-        save_checkpoint(*arguments, **options)
-
-    fail = Mock(side_effect=UserError("run/state: no space left on device"))
-    monkeypatch.setattr(Trainer, "begin_step", begin)
-    monkeypatch.setattr(llmc.gpu.saver, "save_checkpoint", save)
+    flags, second, begun = (*FAST, "-v", 0, "-s", 0, "-n", 1, "-o", "run"), threading.Event(), []
+    at_call(Trainer, "begin_step", 1, second.set)
+    at_call(llmc.gpu.saver, "save_checkpoint", 0, lambda: begun.append(second.wait(10)))
     run_here(cuda, *flags, "-x", 3)
-    assert newest_checkpoint("run") == 3
-    monkeypatch.setattr(llmc.gpu.saver, "save_checkpoint", fail)
+    assert begun == [True] and newest_checkpoint("run") == 3
+    at_call(llmc.gpu.saver, "save_checkpoint", 0, Mock(side_effect=UserError("run/state: no space left on device")))
     done = run_here(cuda, *flags, "-n", 30, "-x", 60, "-y", 1, check=False)
     assert_one_line_error(done, "run/state: no space left on device")
     assert "\nstep   30/60" in done.stdout and "\nstep   59/60" not in done.stdout
     assert newest_checkpoint("run") == 3
 
 
-def test_learning_rates_reach_the_gpu_and_the_log(fake_workplace, run_here, monkeypatch):
+def test_learning_rates_reach_the_gpu_and_the_log(fake_gpu, heads, run_here, monkeypatch):
     rates, begin = [], Trainer.begin_step
     monkeypatch.setattr(Trainer, "begin_step", lambda trainer, batches, rate: rates.append(rate) or begin(
         trainer, batches, rate))
     run_here(cuda, *FAST, "-s", 0, "-x", 4, "-l", 1e-3, "-u", 4, "-o", "run")
     assert rates == pytest.approx([0.00025, 0.0005, 0.00075, 0.001])
-    logged = re.findall(r"lr:(\S+)", (fake_workplace / "run" / "main.log").read_text())
+    logged = re.findall(r"lr:(\S+)", (heads / "run" / "main.log").read_text())
     assert list(map(float, logged)) == pytest.approx(rates, abs=1e-6)
 
 
-@pytest.mark.parametrize("name, what", (("loss", "loss"), ("norm", "gradient norm")))
-def test_a_loss_or_norm_that_is_nan_on_a_gpu(fake_workplace, run_here, monkeypatch, name, what):
-    end_step = Trainer.end_step
-    monkeypatch.setattr(Trainer, "end_step", lambda *arguments: end_step(*arguments)._replace(**{name: math.nan}))
-    assert_one_line_error(run_here(cuda, *FAST, "-v", 0, check=False), f"step 1: the {what} is nan", "-l")
-
-
-def test_lines(fake_workplace, fake_gpu, run_here, monkeypatch):
+def test_lines(fake_gpu, heads, run_here, monkeypatch):
     """--verbose has the box and the memory; utilization is of a known GPU's peak, at 1 ms a step."""
     monkeypatch.setattr(llmc.progress, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     flags = (*FAST[:6], "-s", 0, "-x", 3)
@@ -233,6 +202,8 @@ def test_a_model_that_the_kernels_do_not_take(fp8, config, words):
     ("sm_90a", dict(dtype="fp8", matmul="cublaslt"), "--matmul cublaslt"),
     *((arch, dict(dtype="fp8"), f"--dtype fp8: this GPU is {arch}; .*: pass --dtype bfloat16")
       for arch in ("sm_75", "sm_80", "sm_89", "sm_100a")),
+    *((arch, dict(dtype=dtype, matmul="kernels"), f"--matmul kernels: .* this run is {dtype} on {arch}: leave the flag")
+      for arch, dtype in (("sm_75", "float32"), ("sm_80", "bfloat16"), ("sm_90a", "float32"))),
     ("sm_75", dict(arch="sm_80"), "--arch sm_80: this GPU is sm_75")))
 def test_what_a_gpu_lacks_is_refused(arch, settings, words):
     with pytest.raises(UserError, match=words):
@@ -246,9 +217,6 @@ def test_what_is_left_to_the_gpu():
     for arch, kind in (("sm_75", "float32"), ("sm_80", "tf32")):
         assert cuda.resolve_auto(cuda.CudaSettings(dtype="float32"), arch).precision.matmul == kind
     assert cuda.resolve_auto(cuda.CudaSettings(dtype="float32", tf32=0, recompute=2), "sm_90a").recompute == 2
-    for arch, dtype in (("sm_75", "float32"), ("sm_80", "bfloat16"), ("sm_90a", "float32")):
-        with pytest.raises(UserError, match=f"--matmul kernels: .* this run is {dtype} on {arch}: leave the flag out"):
-            cuda.resolve_auto(cuda.CudaSettings(dtype=dtype, matmul="kernels"), arch)
 
 
 def of_124M(function, settings):
@@ -263,18 +231,15 @@ def memory_of(settings):
 
 
 def test_phases_of_the_memory_plan():
-    plan = memory_of(cuda.resolve_auto(cuda.CudaSettings(B=4, T=1024, dtype="float32"), "sm_90a"))
-    assert plan["parameters"] == 4 * 124475904 and plan["AdamW's m"] == plan["AdamW's v"] == 4 * 124475904
-    assert plan["logits, and in other phases scratch"] == 4 * 4096 * 50304
     less = [sum(memory_of(cuda.CudaSettings(B=4, T=1024, dtype="float32", recompute=r)).values()) for r in (0, 1, 2)]
     assert less[0] - less[1] == 12 * 4096 * 4 * 768 * 4 and less[1] - less[2] == 2 * 12 * 4096 * 768 * 4
-    for master, wide in ((1, 0), (0, 1)):
-        plan = memory_of(cuda.CudaSettings(B=4, T=1024, dtype="bfloat16", recompute=0, master_weights=master,
-                                           float32_grads=wide))
-        assert plan["parameters"] == 2 * 124475904 and plan["AdamW's m"] == plan["AdamW's v"] == 4 * 124475904
+    for dtype, size, master, grads in (("float32", 4, 0, 4), ("bfloat16", 2, 1, 2), ("bfloat16", 2, 0, 4)):
+        plan = memory_of(cuda.CudaSettings(B=4, T=1024, dtype=dtype, recompute=0, master_weights=master,
+                                           float32_grads=int(grads == 4)))
+        assert plan["parameters"] == size * 124475904 and plan["gradients"] == grads * 124475904
+        assert plan["AdamW's m"] == plan["AdamW's v"] == 4 * 124475904
         assert plan.get("AdamW's master", 0) == 4 * 124475904 * master
-        assert plan["gradients"] == (2 + 2 * wide) * 124475904
-        assert plan["logits, and in other phases scratch"] == 2 * 4096 * 50304
+        assert plan["logits, and in other phases scratch"] == size * 4096 * 50304
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -299,7 +264,7 @@ def page_and_flags(model):
 
 
 @pytest.mark.parametrize("model", ("GPT-2", *LLAMAS, "speed run"))
-def test_losses_and_samples_are_those_of_the_cpu_trainer(gpu_workplace, model):
+def test_losses_and_samples_are_those_of_the_cpu_trainer(gpu, heads, model):
     page, flags = page_and_flags(model)
     flags += ("-x", 6, "-v", 3, "-s", 3, "-m", 3, "-l", 0.001, "-d", 96, "--grad_clip", 1, "-c", 0.1,
               "--final_reports", 1)
@@ -328,7 +293,7 @@ OF_LLAMA["kernels"] = *DTYPES["kernels"], "--float32_grads", 1
 @pytest.fixture(params=[("GPT-2", *dtype) for dtype in DTYPES.items()] + [
     (model, *dtype) for model in (*LLAMAS, "speed run") for dtype in OF_LLAMA.items()],
     ids=lambda kind: f"{kind[0]}-{kind[1]}")
-def kind(request, gpu_workplace):
+def kind(request, gpu, heads):
     """(a model's name, train(flag, ...) of it, the flags of a dtype)."""
     model, _, flags = request.param
     need("cuda-fp8" if "fp8" in flags else "cuda" if "float32" in flags else "cuda-bf16")
@@ -348,14 +313,14 @@ def test_bfloat16_trains_like_float32(kind):
 RUN = ("-x", 9, "-v", 3, "-s", 3, "-u", 2, "-k", "cosine", "-c", 0.1, "--grad_clip", 1, "-d", 96, "-l", 0.01)
 
 
-def test_graph_launches_recomputation_and_a_resume_give_the_same_bits(gpu_workplace, kind):
+def test_graph_launches_recomputation_and_a_resume_give_the_same_bits(heads, kind):
     """What is printed, the weights, AdamW's moments and the logged norms."""
     model, train, dtype = kind
     flags = (*RUN, *(() if model == "GPT-2" else ("-l", 0.001)), "--shuffle", 1, "-n", 4, *dtype)
 
     def files(directory):
         names = "model_00000009.bin", "state_00000009_00000.bin", "DONE_00000009", "main.log"
-        return [(gpu_workplace / directory / name).read_bytes() for name in names]
+        return [(heads / directory / name).read_bytes() for name in names]
 
     def run(directory, *more):
         shutil.rmtree(directory, ignore_errors=True)
@@ -368,14 +333,14 @@ def test_graph_launches_recomputation_and_a_resume_give_the_same_bits(gpu_workpl
     for more in (("--graph", 1), ("--graph", 0), ("--recompute", 0), ("--recompute", 1), ("--recompute", 2)):
         assert run("parts", *more) == whole, more
     remove_after("parts", 4)
-    rest = train(*flags, "-o", "parts", "-y", 1, TRAIN_GPT2_CACHE=str(gpu_workplace / "empty"))
+    rest = train(*flags, "-o", "parts", "-y", 1, TRAIN_GPT2_CACHE=str(heads / "empty"))
     assert "resuming at step 4 from parts" in rest.stdout and rest.stderr == ""
     rest = losses_and_samples(rest.stdout)
     assert whole[0].endswith(rest[rest.index("step    5/9:") :]) and files("parts") == whole[1]
 
 
 @pytest.mark.parametrize("dtype", ("auto", "float32"))
-def test_memory_in_use_does_not_grow(gpu_workplace, gpu, dtype):
+def test_memory_in_use_does_not_grow(gpu, heads, dtype):
     """From the second step to the last, with validation, samples and checkpoints between them: no allocation in CuPy's
     pool, nor beside it but by the first sample, whose graph is made then."""
     gc.collect()  # what earlier tests left is not freed meanwhile
@@ -398,7 +363,7 @@ def test_memory_in_use_does_not_grow(gpu_workplace, gpu, dtype):
     assert len(set(used[1:4])) == 1 and len(set(used[5:])) == 1
 
 
-def test_a_bfloat16_checkpoint(gpu_workplace):
+def test_a_bfloat16_checkpoint(gpu, heads):
     """The model is of version 5; the masters are beside the moments, and the CPU trainer goes on from them."""
     done = train(*RUN, "--dtype", "bfloat16", "-o", "run", "-n", 5)
     model, state, _ = checkpoint_paths("run", 5)
@@ -425,7 +390,7 @@ def test_a_bfloat16_checkpoint(gpu_workplace):
 
 @pytest.mark.parametrize("first, second", (("train_gpt2.py", "train_gpt2_cuda.py"),
                                            ("train_gpt2_cuda.py", "train_gpt2.py")))
-def test_a_checkpoint_moves_between_the_trainers(gpu_workplace, first, second):
+def test_a_checkpoint_moves_between_the_trainers(gpu, heads, first, second):
     flags = (*RUN, "--final_reports", 1, "-o", "run", "-n", 5)
     extra = {"train_gpt2.py": (), "train_gpt2_cuda.py": FLOAT32}
     whole = train(*RUN, "--final_reports", 1, program="train_gpt2.py").stdout

@@ -1,6 +1,5 @@
-"""The pages of doc/: their Python blocks run and print what the page says, CUDA blocks compile, what they link to or
-name exists; the notebook's cells run one after the other, and what is stored in it is what a run prints. scripts/: each
-runs, for a short time, or with a Python that only notes its commands; the flags are the programs'."""
+"""The pages of doc/: blocks run and print what the page says, or compile; what they name exists; the notebook runs, and
+stores what a run prints. scripts/: each runs for a short time, or with a Python that only notes its commands."""
 
 import base64
 import importlib
@@ -28,8 +27,7 @@ DIRECTORY = ROOT / "doc" / "layernorm"
 sys.path.insert(0, str(DIRECTORY))
 from run_page import cuda_name, read_blocks, run_blocks
 
-PAGE = (DIRECTORY / "layernorm.md").read_text(encoding="utf-8")
-BLOCKS = read_blocks(PAGE)
+BLOCKS = read_blocks((DIRECTORY / "layernorm.md").read_text(encoding="utf-8"))
 NOTEBOOK = json.loads((ROOT / "doc" / "first_run.ipynb").read_text(encoding="utf-8"))
 CELLS = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
@@ -95,14 +93,13 @@ def test_what_the_notebook_stores():
     assert [cell["execution_count"] for cell in CELLS] == list(range(1, len(CELLS) + 1)), "run once, in their order"
 
 
-def test_the_notebook_runs(tmp_path, monkeypatch, run_here):
+def test_the_notebook_runs(here, monkeypatch, run_here):
     """In this process: a line that begins with ! is a program with its flags."""
     pytest.importorskip("IPython")
-    monkeypatch.chdir(tmp_path)
     for name, value in dict(FIRST_RUN_STEPS="4", FIRST_RUN_TEXT="my text.txt", TQDM_DISABLE="1").items():
         monkeypatch.setenv(name, value)
-    (tmp_path / "train_gpt2.py").touch()  # so the cells know where they are
-    (tmp_path / "my text.txt").write_text("First Citizen: what, ROMEO!\n" * 400)
+    (here / "train_gpt2.py").touch()  # so the cells know where they are
+    (here / "my text.txt").write_text("First Citizen: what, ROMEO!\n" * 400)
 
     def run(command):
         program, *flags = shlex.split(command)
@@ -115,7 +112,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch, run_here):
         code = re.sub(r"^!\{python\} (.*)", r"run(f'''\1''')", code, flags=re.MULTILINE)
         exec(re.sub(r"^( *)(!rm|%pip) .*", r"\1pass", code, flags=re.MULTILINE), names)
     check_notebook("".join(printed), 4)
-    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert (here / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -130,17 +127,16 @@ TRAINERS = {f"{trainer.__module__}.py": trainer for page in pages() for trainer 
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
+def project(here, monkeypatch):
     """The recipes in an empty project, the current directory; project(text) makes `python`; a GPU is listed."""
-    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "data").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    shutil.copytree(ROOT / "scripts", here / "scripts")
+    (here / "bin").mkdir()
+    (here / "data").mkdir()
+    monkeypatch.setenv("PATH", f"{here / 'bin'}:{os.environ['PATH']}")
 
     def make(text, name="python"):
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
+        (here / "bin" / name).write_text(text)
+        (here / "bin" / name).chmod(0o755)
 
     make("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n", "nvidia-smi")
     return make
