@@ -1,7 +1,7 @@
 // GELU and its derivative at one number, for gelu.cu and for matmuls that apply them in their epilogues. The formulas,
 // with u and s, are in gelu.cu. With MODEL_RELU2, it is squared ReLU (So et al. 2021), x * s with s = max(x, 0), whose
-// derivative is 2 s. There, the backward pass reads the result instead of x, and s is its root; in FP8, where the result
-// has too few digits, it reads x.
+// derivative is 2 s. There, the backward pass reads the result instead of x, and s is its root; in FP8, where the
+// result has too few digits, it reads x.
 
 #pragma once
 
