@@ -11,9 +11,8 @@
 // key and value head h / (NH / NKV); dkey and dvalue sum over the query heads of their group, in order. out, dout
 // (B,T,Q). lse, D (B,NH,T) float32.
 // rope (T,HS/2): if not null, the queries and keys in inp have been rotated (rope.cuh), and their gradients are rotated
-// back. rstd (B,T,NH+NKV): with MODEL_QK_SCALE, they have been normalized before (qknorm.cu has the formulas).
-// partials (B * (T / 64 rounded up), QKV) float32: if not null, the column sums of dinp over every 64 rows, for the bias
-// gradient.
+// back. rstd (B,T,NH+NKV): with MODEL_QK_SCALE, they have been normalized before (qknorm.cu has the formulas). partials
+// (B * (T / 64 rounded up), QKV) float32: if not null, the column sums of dinp over every 64 rows, for the bias.
 //
 // For every GPU, in float32, TF32 and bfloat16. On Hopper in bfloat16, heads of 64 and 128 use hopper/attention.cu
 // instead.
@@ -99,8 +98,7 @@ __device__ inline void rotate_back(Result& d, const float2* rope, int row, int T
         float &a = d[n][i], &b = BFLOAT16 ? d[n][i + 1] : d[n + 1][i];
         const int r = min(row + int(threadIdx.x) % 32 / 4 + i / 2 * 8, T - 1);  // rows >= T are 0
         const float2 x = rotated_back(a, b, rope[r * (HS / 2) + result_column(n, i) / 2]);
-        a = x.x;
-        b = x.y;
+        a = x.x, b = x.y;
     }
 }
 

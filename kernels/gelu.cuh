@@ -1,7 +1,7 @@
 // GELU and its derivative at one number, for gelu.cu and for matmuls that apply them in their epilogues. The formulas,
 // with u and s, are in gelu.cu. With MODEL_RELU2, it is squared ReLU (So et al. 2021), x * s with s = max(x, 0), whose
-// derivative is 2 s. There, the backward pass reads the result instead of x, and s is its root; in FP8, where the result
-// has too few digits, it reads x.
+// derivative is 2 s. There, the backward pass reads the result instead of x, and s is its root; in FP8, where the
+// result has too few digits, it reads x.
 
 #pragma once
 
@@ -19,19 +19,16 @@ struct Gate {
 #if MODEL_RELU2
 __device__ inline float begin_gate(float x) { return x < 0.0f ? 0.0f : x; }  // NaN stays
 __device__ inline float end_gate(float s) { return s; }
+__device__ inline Gate gate(float x) {  // x: the result, except in FP8
 #if MATMUL_FP8
-__device__ inline Gate gate(float x) { return {begin_gate(x), 0.0f}; }
+    x = begin_gate(x);
+#elif BFLOAT16
+    asm("sqrt.approx.ftz.f32 %0, %0;" : "+f"(x));
 #else
-__device__ inline Gate gate(float result) {
-#if BFLOAT16
-    float s;
-    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(result));
-    return {s, 0.0f};
-#else
-    return {sqrtf(result), 0.0f};
+    x = sqrtf(x);
 #endif
+    return {x, 0.0f};
 }
-#endif
 #elif BFLOAT16
 // s in two steps, each of them one special function: exp(-2u), then 1 / (1 + that). Where exp overflows, s is 0.
 __device__ inline float begin_gate(float x) {

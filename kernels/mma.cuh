@@ -96,20 +96,15 @@ __device__ __noinline__ float4 mma_float32(float4 d, float4 a, float2 b) {
         const float lower = __shfl_sync(0xffffffff, k < 4 ? a.y : a.w, 4 * g + k % 4);
         const float left = __shfl_sync(0xffffffff, k < 4 ? b.x : b.y, 8 * t + k % 4);
         const float right = __shfl_sync(0xffffffff, k < 4 ? b.x : b.y, 8 * t + 4 + k % 4);
-        d.x += upper * left;
-        d.y += upper * right;
-        d.z += lower * left;
-        d.w += lower * right;
+        d.x += upper * left, d.y += upper * right;
+        d.z += lower * left, d.w += lower * right;
     }
     return d;
 }
 
 __device__ inline void mma(FragmentD& d, const FragmentA& a, const FragmentB& b) {
     const float4 sum = mma_float32({d[0], d[1], d[2], d[3]}, {a[0], a[1], a[2], a[3]}, {b[0], b[1]});
-    d[0] = sum.x;
-    d[1] = sum.y;
-    d[2] = sum.z;
-    d[3] = sum.w;
+    d[0] = sum.x, d[1] = sum.y, d[2] = sum.z, d[3] = sum.w;
 }
 
 #endif
@@ -157,12 +152,9 @@ __device__ inline void load_rows(Rows& a, const element* head, int row, int T, i
 // sums += this lane's part of the dot products of rows g (sums[0]) and g + 8 (sums[1]) of a and b.
 __device__ inline void add_dot_products(float (&sums)[2], const Rows& a, const Rows& b) {
 #pragma unroll
-    for (int k = 0; k < HS / 16; k++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float2 x = as_floats(a[k][i]), y = as_floats(b[k][i]);
-            sums[i % 2] += x.x * y.x + x.y * y.y;
-        }
+    for (int j = 0; j < HS / 4; j++) {
+        const float2 x = as_floats(a[j / 4][j % 4]), y = as_floats(b[j / 4][j % 4]);
+        sums[j % 2] += x.x * y.x + x.y * y.y;
     }
 }
 
@@ -173,10 +165,7 @@ __device__ inline void matmul_transposed(FragmentD (&scores)[M][N], const Rows (
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
 #pragma unroll
-        for (int m = 0; m < M; m++) {
-#pragma unroll
-            for (int i = 0; i < 8; i++) scores[m][n + i / 4][i % 4] = 0.0f;
-        }
+        for (int j = 0; j < 8 * M; j++) scores[j / 8][n + j % 8 / 4][j % 4] = 0.0f;
 #pragma unroll
         for (int k = 0; k < HS / 16; k++) {
             uint32 b[4];
@@ -199,12 +188,9 @@ __device__ inline void matmul(Result (&result)[M], const FragmentD (&scores)[M][
     for (int k = 0; k < N / 2; k++) {
         FragmentA a[M];
 #pragma unroll
-        for (int m = 0; m < M; m++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float* pair = scores[m][2 * k + i / 2] + i % 2 * 2;
-                a[m][i] = as_pair(pair[0], pair[1]);
-            }
+        for (int j = 0; j < 4 * M; j++) {
+            const float* pair = scores[j / 4][2 * k + j % 4 / 2] + j % 2 * 2;
+            a[j / 4][j % 4] = as_pair(pair[0], pair[1]);
         }
 #pragma unroll
         for (int n = 0; n < HS / 8; n += 2) {
@@ -233,10 +219,10 @@ __device__ inline void store_rows(element* head, const Result& d, int row, int T
 
 #else
 
-// The inner dimension of a matmul may be in any order that both operands share, and the columns of a result in any
-// order at all. Here they are ordered so that a lane's floats are adjacent, for 16- and 8-byte accesses: of every 16
-// columns of its rows, a lane holds 4t .. 4t + 3, the first two as columns t and t + 4 of one instruction's A, the
-// other two as those of the next one's.
+// The same functions in float32. The inner dimension of a matmul may be in any order that both operands share, and the
+// columns of a result in any order at all. Here they are ordered so that a lane's floats are adjacent, for 16- and
+// 8-byte accesses: of every 16 columns of its rows, a lane holds 4t .. 4t + 3, the first two as columns t and t + 4 of
+// one instruction's A, the other two as those of the next one's.
 //
 // The 16-byte units of a tile's row are swizzled, so that neither access pattern has bank conflicts: row g at column 4t
 // with 16 bytes per lane, row 2t at column 2g with 8 bytes per lane.
@@ -249,7 +235,6 @@ __device__ inline E* tile_at(E* tile, int r, int c) {
 }
 __device__ inline int result_column(int n, int i) { return n / 2 * 16 + threadIdx.x % 4 * 4 + i % 2 * 2 + n % 2; }
 
-// Load 16 rows from global memory; rows >= T are 0.
 __device__ inline void load_rows(Rows& a, const float* head, int row, int T, int row_stride) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
@@ -259,31 +244,22 @@ __device__ inline void load_rows(Rows& a, const float* head, int row, int T, int
             const int r = row + g + 8 * i;
             float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
             if (r < T) x = *reinterpret_cast<const float4*>(head + int64(r) * row_stride + 8 * k + 4 * t);
-            a[k][i] = x.x;
-            a[k][i + 2] = x.y;
-            a[k + 1][i] = x.z;
-            a[k + 1][i + 2] = x.w;
+            a[k][i] = x.x, a[k][i + 2] = x.y;
+            a[k + 1][i] = x.z, a[k + 1][i + 2] = x.w;
         }
     }
 }
 
-// sums += this lane's part of the dot products of rows g (sums[0]) and g + 8 (sums[1]) of a and b.
 __device__ inline void add_dot_products(float (&sums)[2], const Rows& a, const Rows& b) {
 #pragma unroll
-    for (int k = 0; k < HS / 8; k++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) sums[i % 2] += a[k][i] * b[k][i];
-    }
+    for (int j = 0; j < HS / 2; j++) sums[j % 2] += a[j / 4][j % 4] * b[j / 4][j % 4];
 }
 
 template <int M, int N>
 __device__ inline void matmul_transposed(FragmentD (&scores)[M][N], const Rows (&rows)[M], const float* tile) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-    for (int m = 0; m < M; m++) {
-#pragma unroll
-        for (int n = 0; n < N; n++) scores[m][n][0] = scores[m][n][1] = scores[m][n][2] = scores[m][n][3] = 0.0f;
-    }
+    for (int j = 0; j < 4 * M * N; j++) scores[j / 4 / N][j / 4 % N][j % 4] = 0.0f;
 #pragma unroll
     for (int k = 0; k < HS / 8; k += 2) {
 #pragma unroll
@@ -330,7 +306,6 @@ __device__ inline void matmul(Result (&result)[M], const FragmentD (&scores)[M][
     }
 }
 
-// Store f(x, i) for each element x of a result, i = 0 in row g, 1 in row g + 8; rows >= T are skipped.
 template <class F>
 __device__ inline void store_rows(float* head, const Result& d, int row, int T, int row_stride, const F& f) {
     const int g = threadIdx.x % 32 / 4;

@@ -18,13 +18,6 @@ __device__ inline float sigmoid_of(float e) { return inverse(__fadd_rn(1.0f, e))
 __device__ inline float sigmoid(float gate) {
     return sigmoid_of(exp_of_minus(gate));  // an error of 2^-21 does not show in bfloat16
 }
-#else
-__device__ inline float sigmoid(float gate) {
-    return __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(fminf(-gate, 88.0f))));  // 88: exp stays finite
-}
-#endif
-
-#if BFLOAT16
 // Of several numbers: as gates() of gelu.cuh, interleaved by __syncwarp.
 template <int N>
 __device__ inline void sigmoids(float (&s)[N], const float (&gate)[N]) {
@@ -35,9 +28,13 @@ __device__ inline void sigmoids(float (&s)[N], const float (&gate)[N]) {
     for (int i = 0; i < N; i++) s[i] = sigmoid_of(s[i]);
     __syncwarp();
 }
+#else
+__device__ inline float sigmoid(float gate) {
+    return __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(fminf(-gate, 88.0f))));  // 88: exp stays finite
+}
 #endif
 
-// With s = sigmoid(gate) at hand.
+// With s = sigmoid(gate) at hand. The gradient is (dup, dgate).
 __device__ inline float swiglu(float up, float gate, float s) { return __fmul_rn(up, __fmul_rn(gate, s)); }
 __device__ inline float2 swiglu_gradient(float dout, float up, float gate, float s) {
     const float gated = __fmul_rn(gate, s), slope = __fmaf_rn(gated, __fsub_rn(1.0f, s), s);
@@ -45,7 +42,3 @@ __device__ inline float2 swiglu_gradient(float dout, float up, float gate, float
 }
 
 __device__ inline float swiglu(float up, float gate) { return swiglu(up, gate, sigmoid(gate)); }
-// (dup, dgate)
-__device__ inline float2 swiglu_gradient(float dout, float up, float gate) {
-    return swiglu_gradient(dout, up, gate, sigmoid(gate));
-}

@@ -127,11 +127,11 @@ prepare_update(Control* control, Report* reports, const float* losses, const flo
     control->steps_begun += 1;
 }
 
-// A thread updates NUMBERS parameters; block (THREADS); grid (BLOCKS for each chunk). params
-// (parameters); master, m, v (elements of the chunks); sums, gradients: see Gradients. master: the float32 weights of
-// which params are a rounded copy, or null. seed: for stochastic rounding; 0: round to nearest, except the weights of
-// layernorms. They begin at 1, where bfloat16's steps are 1/256 and 1/128: rounded to nearest, they would stay there
-// for the first updates: doc/long_run.md.
+// A thread updates NUMBERS parameters; block (THREADS); grid (BLOCKS for each chunk). params (parameters); master, m, v
+// (elements of the chunks); sums, gradients: see Gradients. master: the float32 weights of which params are a rounded
+// copy, or null. seed: for stochastic rounding; 0: round to nearest, except the weights of layernorms. They begin at 1,
+// where bfloat16's steps are 1/256 and 1/128: rounded to nearest, they would stay there for the first updates:
+// doc/long_run.md.
 extern "C" __global__ void __launch_bounds__(THREADS)
 adamw_update(element* params, float* master, float* m, float* v, const float* sums, const gradient* gradients,
              const Chunk* chunks, int ranks, const Control* control, float beta2, float one_minus_beta1,

@@ -81,9 +81,9 @@ struct Item {
 
 // A block's items, one after the other. Heads come in groups, a fourth as many heads as blocks (or more, if they are
 // short; the last group up to twice as many), so that what a head's items share comes from L2. A group's items are in
-// order of decreasing cost: the last queries of its heads, which see the most keys, then the ones before ... or the first
-// keys, which are seen by the most queries. In every other round, the blocks take them in reverse order, which balances
-// their totals; so a group has an even number of rounds.
+// order of decreasing cost: the last queries of its heads, which see the most keys, then the ones before ... or the
+// first keys, which are seen by the most queries. In every other round, the blocks take them in reverse order, which
+// balances their totals; so a group has an even number of rounds.
 template <bool OF_QUERIES>
 struct Items {
     const int tiles, heads;           // items of a head; heads
@@ -233,8 +233,7 @@ __device__ inline void rotate_back(float (&d)[HS / 2], const float2* rope, int r
     for (int k = 0; k < ROTATED_PAIRS / 2; k++) {
         const int r = min(row + k % 2 * 8, T - 1);  // rows >= T are not stored
         const float2 x = rotated_back(d[2 * k], d[2 * k + 1], rope[r * (HS / 2) + k / 2 * 4 + threadIdx.x % 4]);
-        d[2 * k] = x.x;
-        d[2 * k + 1] = x.y;
+        d[2 * k] = x.x, d[2 * k + 1] = x.y;
     }
 }
 
@@ -342,10 +341,7 @@ __device__ inline void begin_matmul(float (&d)[HS / 2], const uint32 (&p)[K][4],
 template <int K>
 __device__ inline void as_operand(uint32 (&a)[K][4], const float (&d)[8 * K]) {
 #pragma unroll
-    for (int k = 0; k < K; k++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) a[k][i] = as_pair(d[8 * k + 2 * i], d[8 * k + 2 * i + 1]);
-    }
+    for (int j = 0; j < 4 * K; j++) a[j / 4][j % 4] = as_pair(d[2 * j], d[2 * j + 1]);
 }
 
 // One row of partials = the sums of the consumer's four warps: the part of its 64 rows in the bias gradient.
@@ -409,8 +405,7 @@ __device__ inline void store_rows(const Quantized& result, element* staging, con
 // Block (384); grid (any number of blocks, which share the items). Shared memory: 2 ROWS + FORWARD_STAGES * 2 *
 // FORWARD_KEYS rows of a head and 1024 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-attention_forward(element* out, float* lse, const element* inp, int T, int B, const __grid_constant__ TensorMap inp_map,
-                  const __grid_constant__ TensorMap out_map) {
+attention_forward(element* out, float* lse, const element* inp, int T, int B, MAP inp_map, MAP out_map) {
     extern __shared__ float4 shared[];
     __shared__ Ring<1> query_ring;            // guards `queries`
     __shared__ Ring<FORWARD_STAGES> kv_ring;  // guards `tiles`
@@ -457,8 +452,7 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
             wgmma_fence();
             begin_matmul_transposed(s, q, key_tile(n));
             wgmma_commit();
-            wgmma_wait<0>();
-            fence_operand(s);
+            wgmma_wait<0>(s);
             softmax(0);
             as_operand(p, s);
 
@@ -466,18 +460,15 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
             for (int i = 1; i < consumer_count; i++) {
                 n++;
                 kv_ring.wait_full(n);
-                fence_operand(s);
-                fence_operand(o);
+                fence_operand(s, o);
                 wgmma_fence();
                 begin_matmul_transposed(s, q, key_tile(n));
                 wgmma_commit();
                 begin_matmul(o, p, value_tile(n - 1));
                 wgmma_commit();
-                wgmma_wait<1>();  // S is done
-                fence_operand(s);
+                wgmma_wait<1>(s);  // S is done
                 softmax(KEYS * i);
-                wgmma_wait<0>();  // O is done, and tile i - 1 no longer needed
-                fence_operand(o);
+                wgmma_wait<0>(o);  // O is done, and tile i - 1 no longer needed
                 kv_ring.release(n - 1);
 #pragma unroll
                 for (int j = 0; j < HS / 2; j++) o[j] *= rescale[j % 4 / 2];
@@ -498,8 +489,7 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
                 float* const lse_of_head = lse + (int64(item.b) * NH + item.h) * T;
                 if (t == 0 && r < T) lse_of_head[r] = row_max[k] * SCALE + log2f(row_sum[k]) * LN2;
             }
-            wgmma_wait<0>();
-            fence_operand(o);
+            wgmma_wait<0>(o);
             kv_ring.release(n++);
             for (int i = consumer_count; i < count; i++, n++) kv_ring.skip(n);
 
@@ -594,11 +584,9 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
             const element* tile = tiles + n % DQUERY_STAGES * 2 * KEY_TILE;
             kv_ring.wait_full(n);
             begin_scores(s, dp, q, d, tile, tile + KEY_TILE);
-            wgmma_wait<1>();
-            fence_operand(s);
+            wgmma_wait<1>(s);
             S_to_P(0);
-            wgmma_wait<0>();
-            fence_operand(dp);
+            wgmma_wait<0>(dp);
 #pragma unroll
             for (int j = 0; j < KEYS / 2; j++) s[j] *= dp[j] - D_of_rows[j % 4 / 2];
             as_operand(ds, s);
@@ -609,21 +597,16 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
                 n++;
                 tile = tiles + n % DQUERY_STAGES * 2 * KEY_TILE;
                 kv_ring.wait_full(n);
-                fence_operand(s);
-                fence_operand(dp);
-                fence_operand(dq);
+                fence_operand(s, dp, dq);
                 begin_scores(s, dp, q, d, tile, tile + KEY_TILE);
                 begin_matmul(dq, ds, previous);
                 wgmma_commit();
-                wgmma_wait<2>();  // S is done
-                fence_operand(s);
+                wgmma_wait<2>(s);  // S is done
                 S_to_P(KEYS * i);
-                wgmma_wait<1>();  // dP is done
-                fence_operand(dp);
+                wgmma_wait<1>(dp);  // dP is done
 #pragma unroll
                 for (int j = 0; j < KEYS / 2; j++) s[j] *= dp[j] - D_of_rows[j % 4 / 2];
-                wgmma_wait<0>();  // dQ is done, and tile i - 1 no longer needed
-                fence_operand(dq);
+                wgmma_wait<0>(dq);  // dQ is done, and tile i - 1 no longer needed
                 kv_ring.release(n - 1);
                 as_operand(ds, s);
             }
@@ -637,8 +620,7 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
             float rstd_of_rows[2];
             load_rstd(rstd_of_rows, rstd, row, T, item.b, item.h);
 #endif
-            wgmma_wait<0>();
-            fence_operand(dq);
+            wgmma_wait<0>(dq);
             kv_ring.release(n++);
             for (int i = consumer_count; i < count; i++, n++) kv_ring.skip(n);
 
@@ -661,8 +643,7 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dquery(element* dinp, float* D, float* partials, const element* dout, const element* inp,
                           const element* out, const float* lse, const float2* rope, const float* rstd, int T, int B,
-                          const __grid_constant__ TensorMap inp_map, const __grid_constant__ TensorMap dout_map,
-                          const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap dinp_map) {
+                          MAP inp_map, MAP dout_map, MAP out_map, MAP dinp_map) {
     backward_dquery(dinp_map, D, partials, lse, rope, rstd, T, B, inp_map, dout_map, out_map);
 }
 
@@ -777,11 +758,9 @@ __device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials
                 const element* tile = tiles + n % DKV_STAGES * 2 * QUERY_TILE;
                 query_ring.wait_full(n);
                 begin_scores(s, dp, k, v, tile, tile + QUERY_TILE);
-                wgmma_wait<1>();
-                fence_operand(s);
+                wgmma_wait<1>(s);
                 S_to_P(n % DKV_STAGES, true, consumer_row);
-                wgmma_wait<0>();
-                fence_operand(dp);
+                wgmma_wait<0>(dp);
                 dP_to_dS(n % DKV_STAGES);
                 as_operand(p, s);
                 as_operand(ds, dp);
@@ -797,39 +776,29 @@ __device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials
                     }
                     tile = tiles + n % DKV_STAGES * 2 * QUERY_TILE;
                     query_ring.wait_full(n);
-                    fence_operand(s);
-                    fence_operand(dp);
-                    fence_operand(dk);
-                    fence_operand(dv);
+                    fence_operand(s, dp, dk, dv);
                     begin_scores(s, dp, k, v, tile, tile + QUERY_TILE);
                     begin_matmul(dv, p, previous + QUERY_TILE);
                     begin_matmul(dk, ds, previous);
                     wgmma_commit();
-                    wgmma_wait<2>();  // S is done
-                    fence_operand(s);
+                    wgmma_wait<2>(s);  // S is done
                     const int start = item.first + QUERIES * i;
                     S_to_P(n % DKV_STAGES, (GROUP > 1 || QUERIES < 64) && start < consumer_row + 64, start);
-                    wgmma_wait<1>();  // dP is done
-                    fence_operand(dp);
+                    wgmma_wait<1>(dp);  // dP is done
                     dP_to_dS(n % DKV_STAGES);
-                    wgmma_wait<0>();  // dK and dV are done, and tile i - 1 no longer needed
-                    fence_operand(dk);
-                    fence_operand(dv);
+                    wgmma_wait<0>(dk, dv);  // dK and dV are done, and tile i - 1 no longer needed
                     query_ring.release(previous_n);
                     as_operand(p, s);
                     as_operand(ds, dp);
                 }
 
                 // Drain: dV += P^T dO and dK += dS^T Q of the last tile.
-                fence_operand(dk);
-                fence_operand(dv);
+                fence_operand(dk, dv);
                 wgmma_fence();
                 begin_matmul(dv, p, tile + QUERY_TILE);
                 begin_matmul(dk, ds, tile);
                 wgmma_commit();
-                wgmma_wait<0>();
-                fence_operand(dk);
-                fence_operand(dv);
+                wgmma_wait<0>(dk, dv);
                 query_ring.release(n++);
             }
 
@@ -858,9 +827,8 @@ __device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dkv(element* dinp, float* partials, const element* dout, const element* inp, const float* lse,
-                       const float* D, const float2* rope, const float* rstd, int T, int B,
-                       const __grid_constant__ TensorMap inp_map, const __grid_constant__ TensorMap dout_map,
-                       const __grid_constant__ TensorMap dinp_map) {
+                       const float* D, const float2* rope, const float* rstd, int T, int B, MAP inp_map, MAP dout_map,
+                       MAP dinp_map) {
     backward_dkv(dinp_map, partials, lse, D, rope, rstd, T, B, inp_map, dout_map);
 }
 
@@ -869,9 +837,8 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dquery_fp8(unsigned char* dinp, float* D, float* partials, const element* dout, const element* inp,
                               const element* out, const float* lse, const float2* rope, const float* rstd,
-                              const float* scale, int* largest, int64* counts, int T, int B, const __grid_constant__ TensorMap inp_map,
-                              const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap out_map,
-                              const __grid_constant__ TensorMap dinp_map) {
+                              const float* scale, int* largest, int64* counts, int T, int B, MAP inp_map, MAP dout_map,
+                              MAP out_map, MAP dinp_map) {
     backward_dquery(Quantized{dinp_map, scale, largest, counts}, D, partials, lse, rope, rstd, T, B, inp_map,
                     dout_map, out_map);
 }
@@ -879,8 +846,7 @@ attention_backward_dquery_fp8(unsigned char* dinp, float* D, float* partials, co
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dkv_fp8(unsigned char* dinp, float* partials, const element* dout, const element* inp,
                            const float* lse, const float* D, const float2* rope, const float* rstd, const float* scale,
-                           int* largest, int64* counts, int T, int B, const __grid_constant__ TensorMap inp_map,
-                           const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap dinp_map) {
+                           int* largest, int64* counts, int T, int B, MAP inp_map, MAP dout_map, MAP dinp_map) {
     backward_dkv(Quantized{dinp_map, scale, largest, counts}, partials, lse, D, rope, rstd, T, B, inp_map, dout_map);
 }
 #endif

@@ -40,16 +40,20 @@ __device__ inline unsigned long long descriptor_across(const void* tile) {
 // have been accessed.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Wait until at most PENDING committed groups are still in flight.
-template <int PENDING>
-__device__ inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 
 // The compiler does not know that a wgmma in flight writes d: this keeps it from moving reads and writes of d past this
 // line.
-template <int N>
-__device__ inline void fence_operand(float (&d)[N]) {
+template <int N, class... More>
+__device__ inline void fence_operand(float (&d)[N], More&... more) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+    (fence_operand(more), ...);
+}
+// Wait until at most PENDING committed groups are still in flight, and fence `results` of the others.
+template <int PENDING, class... Results>
+__device__ inline void wgmma_wait(Results&... results) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+    (fence_operand(results), ...);
 }
 
 // stmatrix: store four 8 x 8 matrices of 16 bits to shared memory. Lane l passes the address of row l % 8 of matrix
@@ -170,6 +174,7 @@ struct Ring {
 struct alignas(64) TensorMap {
     char opaque[128];
 };
+#define MAP const __grid_constant__ TensorMap  // the type of such an argument
 
 // Start a TMA load: the box at (batch, row, column) of a (B,T,columns) tensor, to shared memory. What lies outside the
 // tensor arrives as zeros. The bytes count towards the phase of `full`.

@@ -63,23 +63,17 @@ __device__ __forceinline__ void forward(const TensorMap& out, const TensorMap& i
     });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_forward(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap inp,
-               const __grid_constant__ TensorMap weight, const element* bias, int M, int N, int K, int band) {
+MATMUL matmul_forward(MAP out, MAP inp, MAP weight, const element* bias, int M, int N, int K, int band) {
     forward<WIDE_BN>(out, inp, weight, bias, {M, N, K, band, 1});
 }
 
 // 1600 columns are 10 narrow tiles, or 8.3 wide ones, where the ninth would be mostly empty.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_forward_narrow(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap inp,
-                      const __grid_constant__ TensorMap weight, const element* bias, int M, int N, int K, int band) {
+MATMUL matmul_forward_narrow(MAP out, MAP inp, MAP weight, const element* bias, int M, int N, int K, int band) {
     forward<NARROW_BN>(out, inp, weight, bias, {M, N, K, band, 1});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP, 1)
-matmul_forward_gelu(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap gelu_out,
-                    const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight,
-                    const element* bias, int M, int N, int K, int band) {
+matmul_forward_gelu(MAP out, MAP gelu_out, MAP inp, MAP weight, const element* bias, int M, int N, int K, int band) {
     constexpr int BN = WIDE_BN, STRIPS = BN / 64;  // strips of a tile
     extern __shared__ __align__(1024) element stages[];
     __shared__ Ring<2> strip_ring;      // guards `strips`, of out: filled by the consumers, emptied by the side job
@@ -140,19 +134,15 @@ matmul_forward_gelu(const __grid_constant__ TensorMap out, const __grid_constant
         });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_backward_inp(const __grid_constant__ TensorMap dinp, const __grid_constant__ TensorMap dout,
-                    const __grid_constant__ TensorMap weight, float scale, int M, int N, int K, int band) {
+MATMUL matmul_backward_inp(MAP dinp, MAP dout, MAP weight, float scale, int M, int N, int K, int band) {
     constexpr int BN = WIDE_BN;
     matmul<BN, 0, 1>(dout, weight, {M, N, K, band, 1}, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
         store_tile<BN>(dinp, acc, item, strips, scale, nullptr, N);
     });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials,
-                         const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap weight,
-                         const __grid_constant__ TensorMap inp, int M, int N, int K, int band) {
+MATMUL matmul_backward_inp_gelu(MAP dinp, float* partials, MAP dout, MAP weight, MAP inp, int M, int N, int K,
+                                int band) {
     constexpr int BN = WIDE_BN, STRIPS = BN / 64, SLOTS = 4;  // strips of a tile; slots for inp's, later dinp's
     extern __shared__ __align__(1024) element stages[];
     __shared__ Mbarrier inp_full[SLOTS], dinp_full[SLOTS];  // guard `slots`: inp is loaded, dinp written
@@ -190,9 +180,8 @@ matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials
                     for (int k = 0; k < 8; k++) {
                         x[k] = acc[n % 2][4 * (8 * s + n / 2 * 2) + k] * gelu_derivative(x[k], g[k]);
                     }
-                    const uint32 dinp_pairs[4] = {as_pair(x[0], x[1]), as_pair(x[2], x[3]), as_pair(x[4], x[5]),
-                                                  as_pair(x[6], x[7])};
-                    strip.store(dinp_pairs, n);
+                    strip.store({as_pair(x[0], x[1]), as_pair(x[2], x[3]), as_pair(x[4], x[5]), as_pair(x[6], x[7])},
+                                n);
 #pragma unroll
                     for (int k = 0; k < 4; k++) {
                         const int first = k / 2 * 4 + k % 2;  // row g, then row g + 8
@@ -225,10 +214,8 @@ matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials
 }
 
 // partials, done: see items.cuh. Boxes of dweight: 128 x 32.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_backward_weight(const __grid_constant__ TensorMap dweight, float4* partials, int* done,
-                       const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap inp, float scale,
-                       int M, int N, int K, int band, int splits) {
+MATMUL matmul_backward_weight(MAP dweight, float4* partials, int* done, MAP dout, MAP inp, float scale, int M, int N,
+                              int K, int band, int splits) {
     constexpr int BN = WIDE_BN;
     constexpr int STRIP_COLUMNS = MATMUL_NARROW_STRIP;  // columns of a strip
     matmul<BN, 1, 1>(dout, inp, {M, N, K, band, splits}, [&](Accumulators<BN>& acc, const Item& item, element* strips) {

@@ -33,11 +33,9 @@ static_assert(sizeof(element) == 2, "TF32 and float32 are cuBLASLt's");
 #ifndef MATMUL_FP8
 #define MATMUL_FP8 0
 #endif
-#if MATMUL_FP8
-constexpr int STEP = 2 * MATMUL_BK;  // of the inner dimension: 128 bytes of operands
-#else
-constexpr int STEP = MATMUL_BK;
-#endif
+#define MATMUL extern "C" __global__ void __launch_bounds__(THREADS, 1)  // how a kernel begins
+
+constexpr int STEP = (MATMUL_FP8 ? 2 : 1) * MATMUL_BK;  // of the inner dimension: 128 bytes of operands
 constexpr int BM = MATMUL_BM, BK = MATMUL_BK;  // BN, the columns of a tile, is WIDE_BN or NARROW_BN
 constexpr int WIDE_BN = MATMUL_BN, NARROW_BN = MATMUL_NARROW_BN;
 constexpr int CONSUMERS = 2;  // warpgroups that compute; 3 where an epilogue takes longer than a mainloop
@@ -126,11 +124,10 @@ __device__ __forceinline__ void load_steps(const TensorMap& a_map, const TensorM
     }
 }
 
-// The pipeline. For each of the block's tiles, the consumer warpgroup whose turn it is runs the
-// mainloop, then epilogue(acc, item, strips). `strips` is its shared memory for two strips. epilogue() must synchronize
-// the consumer's warps: see `mainloop_turn`. side_job() is called once, by each warp of the GELU warpgroup if there is
-// one, else by the three warps of the producer warpgroup that load nothing. begin(item, strips) is called by the
-// consumer before the mainloop.
+// The pipeline. For each of the block's tiles, the consumer warpgroup whose turn it is calls begin(item, strips), runs
+// the mainloop, then calls epilogue(acc, item, strips). `strips` is its shared memory for two strips. epilogue() must
+// synchronize the consumer's warps: see `phase`. side_job() is called once, by each warp of the GELU warpgroup if there
+// is one, else by the three warps of the producer warpgroup that load nothing.
 //
 // HALVES 2: out has two halves, and so has b_map, as its batch. A tile is the same BN / 2 columns of each half, one
 // after the other in the accumulators; z.N and item.column are columns of a half.
@@ -213,9 +210,7 @@ __device__ __forceinline__ void matmul(const TensorMap& a_map, const TensorMap& 
 
                 // Pass the turn to the next consumer, then drain.
                 if (threadIdx.x % 32 == 0) mbarrier_arrive(&mainloop_turn[(consumer + 1) % TURNS]);
-                wgmma_wait<0>();
-                fence_operand(acc[0]);
-                fence_operand(acc[1]);
+                wgmma_wait<0>(acc[0], acc[1]);
                 step_ring.release(n + steps - 1);
 
                 epilogue(acc, item, strips);

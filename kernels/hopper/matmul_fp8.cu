@@ -35,17 +35,13 @@ __device__ __forceinline__ void multiply(const TensorMap& out, const TensorMap& 
     });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_fp8(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap a,
-           const __grid_constant__ TensorMap b, const element* bias, const float* a_scale, const float* b_scale,
-           float scale, int M, int N, int K, int band) {
+MATMUL matmul_fp8(MAP out, MAP a, MAP b, const element* bias, const float* a_scale, const float* b_scale, float scale,
+                  int M, int N, int K, int band) {
     multiply<WIDE_BN>(out, a, b, bias, a_scale, b_scale, scale, {M, N, K, band, 1});
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_fp8_narrow(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap a,
-                  const __grid_constant__ TensorMap b, const element* bias, const float* a_scale, const float* b_scale,
-                  float scale, int M, int N, int K, int band) {
+MATMUL matmul_fp8_narrow(MAP out, MAP a, MAP b, const element* bias, const float* a_scale, const float* b_scale,
+                         float scale, int M, int N, int K, int band) {
     multiply<NARROW_BN>(out, a, b, bias, a_scale, b_scale, scale, {M, N, K, band, 1});
 }
 
@@ -143,10 +139,8 @@ __device__ __forceinline__ void fill_half_strip(const Squares<HALF_COLUMNS>& hal
 
 // Boxes of the maps: out 128 x 32; in 8 bits 128 x 32; a, b as above.
 extern "C" __global__ void __launch_bounds__(GELU_THREADS, 1)
-matmul_fp8_gelu(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap gelu,
-                const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const element* bias,
-                const float* a_scale, const float* b_scale, const float* gelu_scale, int* largest, int64* counts, int M,
-                int N, int K, int band) {
+matmul_fp8_gelu(MAP out, MAP gelu, MAP a, MAP b, const element* bias, const float* a_scale, const float* b_scale,
+                const float* gelu_scale, int* largest, int64* counts, int M, int N, int K, int band) {
     typedef Accumulators<GELU_BN> Tile;
     const Sizes z = {M, N, K, band, 1};
     matmul<GELU_BN, 0, 0, false, 1, GELU_CONSUMERS>(a, b, z, [&](Tile& acc, const Item& item, element* strips) {
@@ -201,10 +195,8 @@ matmul_fp8_gelu(const __grid_constant__ TensorMap out, const __grid_constant__ T
 // thread loads inp's: two before the mainloop, the others as room becomes free, out of the L2 cache, where they are
 // brought meanwhile. Boxes: inp 128 x 32.
 extern "C" __global__ void __launch_bounds__(GELU_THREADS, 1)
-matmul_fp8_gelu_backward(const __grid_constant__ TensorMap dinp, float* partials, const __grid_constant__ TensorMap a,
-                         const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap inp,
-                         const float* a_scale, const float* b_scale, const float* dinp_scale, int* largest,
-                         int64* counts, int M, int N, int K, int band) {
+matmul_fp8_gelu_backward(MAP dinp, float* partials, MAP a, MAP b, MAP inp, const float* a_scale, const float* b_scale,
+                         const float* dinp_scale, int* largest, int64* counts, int M, int N, int K, int band) {
     const Sizes z = {M, N, K, band, 1};
     constexpr int STRIPS = GELU_BN / HALF_COLUMNS;
     __shared__ Mbarrier inp_full[GELU_CONSUMERS][2];         // guards the half strips of inp
@@ -348,8 +340,7 @@ __device__ __forceinline__ void multiply_long(Number* out, float4* partials, int
                 }
             }
             wgmma_commit();
-            wgmma_wait<0>();
-            fence_operand(products);
+            wgmma_wait<0>(products);
             step_ring.release(n);
 #pragma unroll
             for (int j = 0; j < SUMS; j++) sums[j] += products[j];
@@ -375,26 +366,20 @@ __device__ __forceinline__ void multiply_long(Number* out, float4* partials, int
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_fp8_weight(gradient* dweight, float4* partials, int* done, const __grid_constant__ TensorMap a,
-                  const __grid_constant__ TensorMap b, const float* a_scale, const float* b_scale, float scale,
-                  int across, int M, int N, int K, int band, int splits) {
+MATMUL matmul_fp8_weight(gradient* dweight, float4* partials, int* done, MAP a, MAP b, const float* a_scale,
+                         const float* b_scale, float scale, int across, int M, int N, int K, int band, int splits) {
     multiply_long<true, false>(dweight, partials, done, a, b, scale * factor_of(a_scale, b_scale), across,
                                {M, N, K, band, splits});
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_fp8_classifier_weight(gradient* dweight, float4* partials, int* done, const __grid_constant__ TensorMap a,
-                             const __grid_constant__ TensorMap b, const float* a_scale, const float* b_scale,
-                             float scale, int M, int N, int K, int band, int splits) {
+MATMUL matmul_fp8_classifier_weight(gradient* dweight, float4* partials, int* done, MAP a, MAP b, const float* a_scale,
+                                    const float* b_scale, float scale, int M, int N, int K, int band, int splits) {
     multiply_long<true, true>(dweight, partials, done, a, b, scale * factor_of(a_scale, b_scale), false,
                               {M, N, K, band, splits});
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_fp8_classifier_inp(element* dinp, float4* partials, int* done, const __grid_constant__ TensorMap a,
-                          const __grid_constant__ TensorMap b, const float* a_scale, const float* b_scale, float scale,
-                          int M, int N, int K, int band, int splits) {
+MATMUL matmul_fp8_classifier_inp(element* dinp, float4* partials, int* done, MAP a, MAP b, const float* a_scale,
+                                 const float* b_scale, float scale, int M, int N, int K, int band, int splits) {
     multiply_long<false, true>(dinp, partials, done, a, b, scale * factor_of(a_scale, b_scale), false,
                                {M, N, K, band, splits});
 }

@@ -29,10 +29,7 @@ static_assert(MATMUL_STRIP == 64 && MATMUL_NARROW_STRIP == 32, "a strip's room i
 // 64); out for RoPE 128 x 64 (narrow: 128 x 32); all others 128 x 32, of one half.
 
 // Of the rounded up and gate, so that swiglu.cu recomputes the same bits from out.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_forward_swiglu(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap swiglu_out,
-                      const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight, int M, int N,
-                      int K, int band) {
+MATMUL matmul_forward_swiglu(MAP out, MAP swiglu_out, MAP inp, MAP weight, int M, int N, int K, int band) {
     constexpr int BN = WIDE_BN, UNITS = BN / 2 / 8;  // of 8 columns of up
     static_assert(UNITS % 4 == 0, "strips of 32 columns");
     matmul<BN, 0, 0, false, 2>(
@@ -79,10 +76,7 @@ matmul_forward_swiglu(const __grid_constant__ TensorMap out, const __grid_consta
 }
 
 // A slot holds a strip of up and the strip of gate beside it, later those of dup and dgate.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_backward_inp_swiglu(const __grid_constant__ TensorMap dinp, const __grid_constant__ TensorMap dout,
-                           const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap inp, int M,
-                           int N, int K, int band) {
+MATMUL matmul_backward_inp_swiglu(MAP dinp, MAP dout, MAP weight, MAP inp, int M, int N, int K, int band) {
     constexpr int BN = WIDE_BN, STRIPS = BN / 32, SLOTS = 4;  // pairs of strips of a tile; slots for them
     extern __shared__ __align__(1024) element stages[];
     __shared__ Mbarrier inp_full[SLOTS], dinp_full[SLOTS];  // guard `slots`: inp is loaded, dinp written
@@ -188,16 +182,11 @@ __device__ __forceinline__ void forward_rope(const TensorMap& out, const TensorM
     });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_forward_rope(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap inp,
-                    const __grid_constant__ TensorMap weight, const float2* rope, int T, int M, int N, int K,
-                    int band) {
+MATMUL matmul_forward_rope(MAP out, MAP inp, MAP weight, const float2* rope, int T, int M, int N, int K, int band) {
     forward_rope<WIDE_BN>(out, inp, weight, rope, T, {M, N, K, band, 1});
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_forward_rope_narrow(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap inp,
-                           const __grid_constant__ TensorMap weight, const float2* rope, int T, int M, int N, int K,
-                           int band) {
+MATMUL matmul_forward_rope_narrow(MAP out, MAP inp, MAP weight, const float2* rope, int T, int M, int N, int K,
+                                  int band) {
     forward_rope<NARROW_BN>(out, inp, weight, rope, T, {M, N, K, band, 1});
 }
