@@ -16,7 +16,5 @@ __device__ inline float cap_slope(float y) {
     return square * square * rsqrtf(square);  // faster than with sqrtf
 }
 #else
-#define CAP 0.0f  // there is none
 __device__ inline float capped(float z) { return z; }
-__device__ inline float cap_slope(float) { return 1.0f; }
 #endif

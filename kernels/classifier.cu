@@ -14,9 +14,9 @@
 // holds two of 50304 bfloat16 logits), TMA loads and stores rows in parts, and each warp handles its own slice of each
 // part; of a row of Llama 3's 128256, the last part is in registers. Blocks are persistent, as many per multiprocessor
 // as rows fit; once a slice of the gradient has been stored, the same slice of the block's next row is loaded. In
-// bfloat16, the row holds exp(x - maximum so far) between the sum and the gradient, so that there is one exp per
-// element instead of two, which would cost power, and so clock. On other GPUs, the second pass reads the row from the
-// L2 cache, beginning at its end, which was read last.
+// bfloat16, the row holds exp(x - maximum so far) between the sum
+// and the gradient, so that there is one exp per element instead of two, which would cost power, and so clock. On other
+// GPUs, the second pass reads the row from the L2 cache, beginning at its end, which was read last.
 //
 // What keeps it close to the speed of a copy: no barrier except for the row's sum, no loop over parts, maxima of pairs
 // of bfloat16, sums of pairs instead of a chain.
@@ -66,10 +66,12 @@ __device__ inline float offset_of(float largest, float log2_scale) { return larg
 __device__ inline float scaled_exp(float x, float offset, float scale) { return expf(x - offset) * scale; }
 #endif
 
+#ifdef MODEL_CAP
 __device__ inline float log2_approx(float x) {
     asm("lg2.approx.ftz.f32 %0, %0;" : "+f"(x));
     return x;
 }
+#endif
 
 // In bfloat16, a row on chip holds exp(x - maximum so far) between the sum and the gradient, in half precision, scaled
 // by 2^15. Values down to 2^-29 of the maximum keep all 11 bits, 3 more than the gradient has.
@@ -194,7 +196,10 @@ __device__ inline void store_dlogits(dlogit* to, const Floats& x, uint32, Roundi
 __device__ inline void write_gradient_part(dlogit* row, const Packs& packs, int s, float offset, float scale,
                                            float largest_then, int target, float target_logit, float dloss,
                                            Rounding& rounding) {
-    const float factor = scaled_exp(largest_then, offset, scale), kept_offset = largest_then - LOG2_KEPT_SCALE * LN2;
+    const float factor = scaled_exp(largest_then, offset, scale);
+#ifdef MODEL_CAP
+    const float kept_offset = largest_then - LOG2_KEPT_SCALE * LN2;
+#endif
 #pragma unroll
     for (int i = 0; i < LOADS_AT_ONCE; i++) {
         const int v = begin_of(s, i);
@@ -204,8 +209,12 @@ __device__ inline void write_gradient_part(dlogit* row, const Packs& packs, int 
         Floats x = KEEPS ? unpack_kept(packs[i]) : unpack(packs[i]);
 #pragma unroll
         for (int k = 0; k < PACK; k++) {
+#ifdef MODEL_CAP
             const float y = KEEPS ? fmaxf(fmaf(log2_approx(x.x[k]), LN2, kept_offset), -CAP) : capped(x.x[k]);
             x.x[k] = cap_slope(y) * (KEEPS ? x.x[k] * factor : scaled_exp(y, offset, scale));
+#else
+            x.x[k] = KEEPS ? x.x[k] * factor : scaled_exp(x.x[k], offset, scale);
+#endif
         }
         if (has_target(v, target)) {
 #pragma unroll
