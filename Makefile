@@ -31,7 +31,7 @@ SANITIZE ?= (3-97 and (C64x or C240x or C1600x)) or (grouped and 3-97 and (2-2 o
     or (grouped and 3-63 and (9-3-16 or 3-1-64 or 3-1-128) and not two) \
     or (swiglu and (129-64 or 130-72) and 2) or (forward_rope and 3-97 and (4-2-16 or 9-3)) \
     or (3-97 and (C240-V or C576) and (rmsnorm or rope or swiglu)) \
-    or (fp8 and (prepare or 97-208 or (129-208 and 2) or (attention_backward and 112))) \
+    or (fp8 and (prepare or 97-208 or (129-208 and 2) or (attention_backward and 105))) \
     or (normalized and (63 or 130)) or (on_a_gpu and (16-97 or fp8-97))
 
 help:

@@ -297,7 +297,7 @@ def look(path, prompt, tokenizer=""):
 
 def write_page(path, data, numbers):
     """One file: the page, its style, its script, its data, in which `<` would end the script, and the numbers. All else
-    is ASCII: page.html and page.css are, and JavaScript and JSON have an escape for other characters."""
+    is ASCII: page.html and page.css are, and JavaScript (up to U+FFFF) and JSON have an escape for other characters."""
     page = "{page.html}"
     for name in ("page.html", "page.css", "formulas.js", "page.js"):
         with open(os.path.join(FOLDER, name), encoding="utf-8") as f:

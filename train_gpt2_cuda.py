@@ -271,7 +271,7 @@ def layernorm_backward(device, dinp, partials, dout, inp, weight, mean, rstd, ad
 
 
 def matmul_gelu_forward(device, linear, out, gelu, inp, N, OC):
-    """out (N,OC) = the linear layer of inp, gelu (N,OC) = GELU(out)."""
+    """out (N,OC) = the linear layer of inp, gelu (N,OC) = GELU(out); of squared ReLU, which needs no out, in place."""
     if linear.fuses_gelu:
         linear.forward_gelu(out, gelu, inp)
     else:

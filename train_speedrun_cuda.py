@@ -2,10 +2,10 @@
 The speed run on a GPU: its GPT and Muon, by our CUDA kernels and cuBLASLt.
 
 The chapters are train_speedrun.py's; what architectures do alike is on GPT-2's and Llama 3's pages: read
-these pages first. Squared ReLU takes GELU's place in its kernels, and so is in the matmuls' epilogues on Hopper; its
-slope is twice the root of its result, so that its input is not stored. The cap is in the classifier; QK-norm and the
-rotation are one pass after the qkv matmul, their gradients the end of attention's. Muon works on all matrices of a name
-at once, in bfloat16 or float32.
+these pages first. Squared ReLU takes GELU's place in its kernels, and so is in the matmuls' epilogues on Hopper. Its
+slope is twice the root of its result, so that its input is not stored, but in FP8. The cap is in the classifier;
+QK-norm and the rotation are one pass after the qkv matmul, their gradients the end of attention's. Muon works on all
+matrices of a name at once, in bfloat16 or float32.
 
     python train_speedrun_cuda.py -e s12 -i "data/fineweb_train_*.bin" -b 64 -d 524288 -x 3250 -o runs/speedrun
 """
@@ -70,7 +70,7 @@ def activation_table(config, B, T, precision, recompute):
         "residual2": Row((L, B, T, C), precision.residual, stacked=True),
         "ln2": Row((L, B, T, C), dtype, stacked=True),
         "ln2_rstd": Row((L, B, T), stacked=True),
-        "fch_relu2": Row((L, B, T, 4 * C), dtype, stacked=True),  # whose root gives the slope, too; in FP8, fch
+        "fch_relu2": Row((L, B, T, 4 * C), dtype, stacked=True),  # in FP8, which has this in 8 bits, its input
         "residual3": Row((L, B, T, C), precision.residual, stacked=True),
         "lnf": Row((B, T, C), dtype),
         "lnf_rstd": Row((B, T)),

@@ -11,7 +11,7 @@
 // key and value head h / (NH / NKV); dkey and dvalue sum over the query heads of their group, in order. out, dout
 // (B,T,Q). lse, D (B,NH,T) float32.
 // rope (T,HS/2): if not null, the queries and keys in inp have been rotated (rope.cuh), and their gradients are rotated
-// back. rstd (B,T,NH+NKV): with MODEL_QK_SCALE, they have been normalized before (qknorm.cu has the formulas). partials
+// back. rstd (B,T,NH+NKV): of queries and keys that were normalized first (MODEL_QK_SCALE: qknorm.cu). partials
 // (B * (T / 64 rounded up), QKV) float32: if not null, the column sums of dinp over every 64 rows, for the bias.
 //
 // For every GPU, in float32, TF32 and bfloat16. On Hopper in bfloat16, heads of 64 and 128 use hopper/attention.cu

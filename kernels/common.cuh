@@ -19,6 +19,9 @@
 #ifndef MODEL_BIASES  // whether RMSNorms are beside linear layers with biases
 #define MODEL_BIASES 0
 #endif
+#ifndef MODEL_RELU2  // whether squared ReLU takes GELU's place: see gelu.cuh
+#define MODEL_RELU2 0
+#endif
 
 #if BFLOAT16
 #include <cuda_bf16.h>

@@ -7,7 +7,7 @@
 //               out = the forward value, recomputed unless `out` is null                      out =
 //
 // inp, out, dinp, dout (N,F). The column sums of dinp are the gradient of the bias that was added to make inp. With
-// MODEL_RELU2, out may be inp, and the backward pass reads it as inp.
+// MODEL_RELU2, `forward` may be in place, and the inp of `backward` is its result.
 //
 // Bound by bytes: forward moves 2 elements, backward 3 (4 with `out`). With --recompute, the backward pass recomputes
 // `out` for the next weight gradient.

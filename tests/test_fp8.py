@@ -388,7 +388,7 @@ def test_matmul_gelu_backward(matmul, monkeypatch, M, N, K, sm_count):
     assert_noted(fp8, slot, largest, plain)
 
 
-@pytest.mark.parametrize("normed, sm_count", ((False, None), (False, 2), (True, None)))
+@pytest.mark.parametrize("normed, sm_count", ((False, None), (False, 2), (True, None), (True, 2)))
 @pytest.mark.parametrize("NH, NKV, HS", ((3, 3, 64), (2, 2, 128), (6, 2, 64), (4, 1, 128)))
 @pytest.mark.parametrize("B, T", ((3, 16), (2, 105), (1, 208), (2, 1024)))
 def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, normed, sm_count):
@@ -403,7 +403,8 @@ def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, normed, sm_c
     inp, dout = on_gpu(random(B, T, QKV, seed=1, dtype=dtype), random(B, T, NH * HS, seed=2, dtype=dtype), dtype=dtype)
     out, lse = unwritten(B, T, NH * HS, dtype=dtype), unwritten(B, NH, T)
     cuda.attention_forward(device, out, lse, inp, *sizes)
-    angles = on_gpu(np.stack(train_llama3.rope_table(config, T), axis=-1))
+    table = train_speedrun.rope_table if normed else train_llama3.rope_table
+    angles = on_gpu(np.stack(table(config, T), axis=-1))
     rstd = on_gpu(random(B, T, NH + NKV, seed=3) ** 2) if normed else None
 
     def backward(dinp, rope):

@@ -112,14 +112,16 @@ def test_grouped_attention(gpu, monkeypatch, B, T, NH, NKV, HS, precision, kind)
     assert_close(tolerance, rotated=(rotated, dinp))
 
 
-@pytest.mark.parametrize("precision, arch", (("tf32", "native"), ("float32", "native"), ("bf16", "native"),
-                                             ("bf16", "sm_80")))
+@pytest.mark.parametrize("precision, arch, sm_count", (("tf32", "native", None), ("float32", "native", None),
+                                                       ("bf16", "native", None), ("bf16", "native", 2),
+                                                       ("bf16", "sm_80", None)))
 @pytest.mark.parametrize("B, T, NH, HS", ((3, 63, 3, 64), (2, 130, 4, 128), (1, 600, 2, 128), (2, 97, 3, 48)))
-def test_gradients_of_normalized_queries_and_keys(gpu, B, T, NH, HS, precision, arch):
+def test_gradients_of_normalized_queries_and_keys(gpu, monkeypatch, B, T, NH, HS, precision, arch, sm_count):
     config, numbers, sizes = model(NH, NH, HS), PRECISIONS[precision], (B, T, NH, NH, HS)
     if numbers.bf16 and not has_bfloat16(gpu.arch):
         pytest.skip(f"{gpu.arch} has no bfloat16")
     device, Q, QKV, e = open_once(config, numbers, arch, True), NH * HS, 3 * NH * HS, numbers.dtype
+    monkeypatch.setattr(device, "sm_count", sm_count or device.sm_count)
     on_stream(device)
     inp, dout = random(B, T, QKV, seed=1, dtype=e), random(B, T, Q, seed=2, dtype=e)
     tables, rstd = rope_table(config, T), random(B, T, 2 * NH, seed=3) ** 2  # half of a head is not rotated

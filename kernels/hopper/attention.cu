@@ -79,11 +79,11 @@ struct Item {
     int first, h, b;
 };
 
-// A block's items, one after the other. Heads come in groups, a fourth as many heads as blocks (or more, if they are
-// short; the last group up to twice as many), so that what a head's items share comes from L2. A group's items are in
+// A block's items, one after the other. Heads come in groups, so that what a head's items share comes from L2: a fourth
+// as many heads as there are blocks, more if T < 1024; the last group has up to twice as many. A group's items are in
 // order of decreasing cost: the last queries of its heads, which see the most keys, then the ones before ... or the
 // first keys, which are seen by the most queries. In every other round, the blocks take them in reverse order, which
-// balances their totals; so a group has an even number of rounds.
+// balances their totals; so all groups but the last have an even number of rounds.
 template <bool OF_QUERIES>
 struct Items {
     const int tiles, heads;           // items of a head; heads

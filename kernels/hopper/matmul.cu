@@ -8,7 +8,8 @@
 //                                partials[tile] = column sums of dinp                      partials =
 //     matmul_backward_weight     dweight = scale * dout^T @ inp                            dweight =
 //
-// inp (rows,C), weight (OC,C), out, dout (rows,OC), bias (OC); in matmul_backward_inp_gelu, inp is GELU's.
+// inp (rows,C), weight (OC,C), out, dout (rows,OC), bias (OC); in matmul_backward_inp_gelu, inp is GELU's. (With
+// MODEL_RELU2, out is not written, and inp is the result: see gelu.cuh.)
 //
 // Two kernels have a side job. In matmul_forward_gelu, the epilogue only writes out's strips to shared memory; a fourth
 // warpgroup applies GELU and stores both by TMA. In matmul_backward_inp_gelu, the epilogue has time to multiply by
@@ -75,6 +76,7 @@ MATMUL matmul_forward_narrow(MAP out, MAP inp, MAP weight, const element* bias, 
 extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP, 1)
 matmul_forward_gelu(MAP out, MAP gelu_out, MAP inp, MAP weight, const element* bias, int M, int N, int K, int band) {
     constexpr int BN = WIDE_BN, STRIPS = BN / 64;  // strips of a tile
+    constexpr bool STORES_OUT = !MODEL_RELU2;      // whose backward pass reads gelu instead
     extern __shared__ __align__(1024) element stages[];
     __shared__ Ring<2> strip_ring;      // guards `strips`, of out: filled by the consumers, emptied by the side job
     __shared__ int2 strip_at[2];        // the strips' columns and rows in out
@@ -112,15 +114,14 @@ matmul_forward_gelu(MAP out, MAP gelu_out, MAP inp, MAP weight, const element* b
                 element *strip = strips + n % 2 * STRIP, *gelu = gelus + n % 2 * STRIP;
                 strip_ring.wait_full(n);
                 const int2 at = strip_at[n % 2];
-#if !MODEL_RELU2  // whose backward pass does not read out
-                if (leads_warpgroup()) {
+                if (STORES_OUT && leads_warpgroup()) {
                     store_box(&out, strip, at.x, at.y, 0);
                     stores_commit();
                 }
                 __syncwarp();
-#endif
                 gelu_strip(gelu, strip);
-                if (leads_warpgroup()) stores_wait<1>();  // TMA has read gelu of strip n - 1: n + 1 will overwrite it
+                // TMA has read gelu of strip n - 1: n + 1 will overwrite it
+                if (leads_warpgroup()) stores_wait<STORES_OUT ? 1 : 0>();
                 fence_for_async();
                 warpgroup_sync();
                 if (leads_warpgroup()) {

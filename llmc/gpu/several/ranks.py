@@ -96,7 +96,7 @@ class Ranks(SingleProcess, contextlib.AbstractContextManager):
             raise UserError(LOST)
 
     def check_alike(self, gpu, settings, config, params, *loaders):
-        """NCCL 2.30 can share a GPU, with NCCL_MULTI_RANK_GPU_ENABLE=1. File names may differ between machines."""
+        """Raise UserError if ranks differ in flags (but for file names), models, data or kinds of GPU, or share one."""
         fields = [field for field in dataclasses.fields(settings) if field.metadata["group"] != "files"]
         found = {flag_of(settings, field.name): getattr(settings, field.name) for field in fields}
         sample = flat(params)[:: 1 + (flat(params).size >> 20)]  # all of them would take seconds
@@ -107,7 +107,7 @@ class Ranks(SingleProcess, contextlib.AbstractContextManager):
         place = f"{cp.cuda.Device().pci_bus_id} of {socket.gethostname()}"
         everyone = self.gather((place, found))
         twin = [place for place, _ in everyone].index(place)
-        if twin != self.rank and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        if twin != self.rank and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":  # with NCCL 2.30, they can
             raise UserError(f"ranks {twin} and {self.rank} have the same GPU ({place}): start one process for each GPU")
         for what, first in everyone[0][1].items():
             if found[what] != first:
