@@ -1,5 +1,5 @@
-"""Matmuls with SwiGLU and RoPE in their epilogues, on Hopper, against float64; and, with no GPU, that they compile into
-registers alone. (test_kernels.py has their launches in a step.)"""
+"""Matmuls with SwiGLU and RoPE in their epilogues, on Hopper, against float64; and, with no GPU, that they and
+attention compile into registers alone. (test_kernels.py has their launches in a step.)"""
 
 import functools
 import struct
@@ -163,10 +163,21 @@ def frame_sizes(cubin):
     return sizes
 
 
-@pytest.mark.parametrize("config", (model(768, 2048, 12, 12, 64), *(pytest.param(config, marks=pytest.mark.large)
-    for config in (model(2048, 8192, 32, 8, 64), model(64, 96, 2, 1, 128), model(64, 96, 4, 2, 16)))),
-    ids=("l12", "1B", "128", "16"))
-def test_nothing_spills(config):
+SPILLS = [("matmul_swiglu", False, model(768, 2048, 12, 12, 64), False),
+          ("attention", True, model(NH=6, NKV=6, HS=128), True)]  # layer, fp8, config, normed
+LARGE_SPILLS = [
+    *(("matmul_swiglu", False, model(*sizes), False) for sizes in (
+        (2048, 8192, 32, 8, 64), (64, 96, 2, 1, 128), (64, 96, 4, 2, 16))),
+    *(("attention", fp8, model(NH=NH, NKV=NKV, HS=HS), False) for fp8 in (False, True)
+      for NH, NKV, HS in ((12, 12, 64), (12, 4, 64), (24, 8, 128), (4, 4, 128))),
+    ("attention", False, model(NH=6, NKV=6, HS=128), True)]
+
+
+@pytest.mark.parametrize("layer, fp8, config, normed", [
+    *SPILLS, *(pytest.param(*case, marks=pytest.mark.large) for case in LARGE_SPILLS)])
+def test_nothing_spills(layer, fp8, config, normed):
     """No kernel has a stack: the accumulators take most of the registers."""
-    file, = files_of(("matmul_swiglu",), config, BFLOAT16, "sm_90a")
-    assert frame_sizes(compile_file(file, "sm_90a")) == [0] * len(file.kernels)
+    file, = files_of((layer,), config, BFLOAT16._replace(fp8=fp8), "sm_90a", normed)
+    frames = frame_sizes(compile_file(file, "sm_90a"))
+    assert file.name == f"hopper/{layer}" and len(file.kernels) == (5 if fp8 else 4 if "swiglu" in layer else 3)
+    assert len(frames) >= len(file.kernels) and not any(frames)
