@@ -127,11 +127,10 @@ def layer_geometry(config, precision, arch):
     """{layer: {constant: int}}, of layers that have constants."""
     matmul = matmul_geometry() if hopper_matmul(precision, arch) else {}
     norm, C = layernorm_geometry(config, precision, arch), config.C
-    norm_rows = 32 if C <= 3072 else 16  # so that two blocks or more fit into a multiprocessor up to C=6144
+    norm_rows = 32 if C <= 3072 else 16  # which a block transposes in shared memory; up to C=6144, two or more fit
     return {
         "encoder": {"ENCODER_THREADS": 256, "ENCODER_SPANS": blocks(C, 4 * WARP * precision.pack)},
         "layernorm": norm, "rmsnorm": norm,
-        # rows of a block, whose bytes it keeps in shared memory to transpose them
         "norm_fp8": norm | {"NORM_TILE_ROWS": norm_rows, "NORM_SHARED": norm_rows * C + 128},
         "attention": attention_geometry(config, precision, arch),
         "matmul": matmul, "matmul_swiglu": matmul,
