@@ -53,7 +53,7 @@ def test_matmuls(gpu, monkeypatch, N, C, OC, precision, library):
     for b in (None, bias_gpu):
         linear = Linear(matmul, weight_gpu, b, dweight)
         check("out", out, exact + (0 if b is None else bias), partial(linear.forward, out, inp_gpu),
-              *(partial(kernels.forward, out, inp_gpu, weight_gpu, b, columns=width) for width in (192, 160) if kernels))
+              *(partial(kernels.forward, out, inp_gpu, weight_gpu, b, columns=n) for n in (192, 160) if kernels))
 
     exact = dout.astype(np.float64) @ weight.astype(np.float64)
     for scale in (1.0, 0.7):
