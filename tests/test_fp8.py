@@ -1,7 +1,6 @@
 """FP8: the rounding, its scales, quantized copies and matmuls against NumPy; and runs."""
 
 import dataclasses
-import functools
 import itertools
 import math
 import re
@@ -17,22 +16,21 @@ import train_llama3_cuda as llama_cuda
 import train_speedrun
 import train_speedrun_cuda as speedrun_cuda
 from conftest import on_stream
-from llmc.gpu.device import Device, copy_to_gpu, to_float32
+from llmc.gpu.device import copy_to_gpu, to_float32
 from check_gpu import COLUMN_ORDER, ROW_ORDER, decode_e5m2, dlogits_of, natural
 from fp8_reference import LARGEST, decode_e4m3, next_scales, round_e4m3
 from llmc.gpu.fp8 import DLOGITS_SCALE, LINEARS, Fp8
-from llmc.gpu.geometry import FP8_HISTORY, blocks, kernel_files, launch_geometry
-from llmc.gpu.matmul import Matmul, Quantized
+from llmc.gpu.geometry import FP8_HISTORY, blocks, kernel_files
+from llmc.gpu.matmul import Quantized
 from llmc.gpu.precision import Precision
 from llmc.gpu.trainer import Trainer, open_device
 from llmc.logger import Log
 from llmc.loop import Update
 from llmc.tensors import allocate, views
 from test_gpt2 import need
-from test_grouped_attention import model, open_once
 from test_kernels import (assert_close, check_classifier, check_launches, check_tensor, compile_file, get_device,
                           on_gpu, padded, random, signatures, unwritten)
-from test_matmul_swiglu import frame_sizes
+from test_matmul_swiglu import files_of, frame_sizes, model, open_matmul
 
 FP8 = Precision("bfloat16", fp8=True)
 NUMBERS = decode_e4m3(np.arange(256, dtype=np.uint8))
@@ -79,7 +77,7 @@ def test_kernels_compile_into_registers(grads):
 @pytest.mark.parametrize("C", (768, 3072, *(pytest.param(C, marks=pytest.mark.large) for C in (48, 1600, 8192))))
 def test_norms_compile_and_their_blocks_fit(C):
     """One into a multiprocessor's 227 KB of shared memory, up to C=3072 two or more."""
-    file = kernel_files(LAYERS, norm_config(C), FP8, "sm_90a", "auto")["norm_fp8"]
+    file, = files_of(("norm_fp8",), norm_config(C), FP8, "sm_90a")
     assert not any(frame_sizes(compile_file(file, "sm_90a")))
     assert set(file.shared) == set(file.kernels) and max(file.shared.values()) <= (227 << 10) // (1 + (C <= 3072))
 
@@ -123,23 +121,28 @@ def test_a_run_s_table_keeps_its_columns(tmp_path):
 # with a GPU
 
 
-DEVICES = {}
-
-
 @pytest.fixture
 def matmul(gpu, request):
     """Of a model of C = 192 channels, or of request.param: with 160, some kernels have narrow tiles."""
     need("cuda-fp8")
     C = getattr(request, "param", GPT2.C)
     config = dataclasses.replace(GPT2, C=C, NH=C // math.gcd(C, 64))
-    key = "matmul", config.C
-    if key not in DEVICES:
-        device = Device(gpu, list(kernel_files(LAYERS, config, FP8, gpu.arch, "auto").values()),
-                        launch_geometry(config, FP8, gpu.arch))
-        DEVICES[key] = Matmul(device, FP8)
-        DEVICES[key].allocate()
-    on_stream(DEVICES[key].device)
-    return DEVICES[key]
+    matmul = open_matmul(("matmul", "gelu", "logits_bias", "fp8", "matmul_fp8"), config, FP8)
+    on_stream(matmul.device)
+    matmul.allocate()
+    return matmul
+
+
+@pytest.fixture
+def sm_count(matmul, monkeypatch, request):
+    """None, or so few multiprocessors that each computes many tiles."""
+    if request.param:
+        monkeypatch.setattr(matmul.device, "sm_count", request.param)
+
+
+@pytest.fixture
+def fp8(matmul):
+    return make_fp8(matmul, 16)
 
 
 def make_fp8(matmul, N):
@@ -149,13 +152,10 @@ def make_fp8(matmul, N):
 
 
 def bytes_on_gpu(shape, value=255):
-    out = on_gpu(np.zeros(shape, np.int32)).astype("uint8")
-    out[...] = value
-    return out
+    return on_gpu(np.full(shape, value, np.int32)).astype("uint8")
 
 
-def test_prepare_scales(matmul):
-    fp8 = make_fp8(matmul, 16)
+def test_prepare_scales(fp8):
     rng = np.random.default_rng(1)
     history, scales = np.zeros(fp8.state.history.shape, np.float32), np.ones(fp8.state.scales.size, np.float32)
     for update in range(FP8_HISTORY + 3):
@@ -164,7 +164,7 @@ def test_prepare_scales(matmul):
         copy_to_gpu(fp8.state.largest, largest.astype(np.float32).view(np.int32))
         copy_to_gpu(fp8.state.counts, np.array([update << 40, 7]))
         fp8.prepare_scales()
-        matmul.device.synchronize()
+        fp8.device.synchronize()
         history[update % FP8_HISTORY] = np.where(np.isfinite(largest), largest, 0)
         scales = next_scales(history, scales)
         assert np.array_equal(fp8.state.history.get(), history) and np.array_equal(fp8.state.scales.get(), scales)
@@ -175,11 +175,10 @@ def test_prepare_scales(matmul):
 @pytest.mark.parametrize("N, C", ((1, 16), (3, 48), (64, 64), (97, 208), (256, 3072), (130, 1600)))
 @pytest.mark.parametrize("spread, scale", ((1.0, 64.0), (300.0, 2.0), (1e-6, 2.0**14)))
 @pytest.mark.parametrize("role", ("dout", "weight"))
-def test_quantize(matmul, N, C, spread, scale, role):
+def test_quantize(fp8, N, C, spread, scale, role):
     """Every byte, what is not finite and the padding included; the largest number and the counts. Weights are rounded
     at random, once for both copies, by the numbers of the update and of the layer."""
-    fp8, of_weight = make_fp8(matmul, 16), role == "weight"
-    x = random(N, C, seed=1, spread=spread, dtype="bfloat16")
+    of_weight, x = role == "weight", random(N, C, seed=1, spread=spread, dtype="bfloat16")
     if N > 60:
         x[5, :3], x[N - 1, C - 1] = (np.inf, -np.inf, 0.0), np.nan
     pitch, slot, scaled = blocks(N, 16) * 16, fp8.slot("fc", 1, role), x * np.float32(scale)
@@ -209,14 +208,10 @@ def test_quantize(matmul, N, C, spread, scale, role):
             assert not np.array_equal(other, expected, equal_nan=True)
 
 
-class AlwaysZero:
-    def random(self, shape, dtype):
-        return np.zeros(shape, dtype)
-
-
 def assert_rounded_at_random(numbers, x):
     """That each is one of x's two neighbours in E4M3, and as often the upper one as it should be, at any distance."""
-    below, above = round_e4m3(x, AlwaysZero()), -round_e4m3(-x, AlwaysZero())
+    zero = SimpleNamespace(random=np.zeros)  # a generator of nothing else
+    below, above = round_e4m3(x, zero), -round_e4m3(-x, zero)
     assert np.array_equal(np.where(numbers == above, above, below), numbers, equal_nan=True)
     between = np.isfinite(x) & (above > below)
     chance = (x - below)[between] / (above - below)[between]
@@ -232,10 +227,11 @@ def in_natural_order(quantized, weight=False):
             None if transposed is None else natural(transposed, COLUMN_ORDER if weight else ROW_ORDER))
 
 
-def assert_noted(fp8, slot, largest, expected):
+def assert_noted(fp8, slot, largest, expected, tolerance=0.0):
     """That a kernel noted this largest number, and the counts of these numbers of E4M3, in no other place."""
     found = fp8.state.largest.get()
-    assert found[slot : slot + 1].view(np.float32)[0] == np.float32(largest) and np.count_nonzero(found) == 1
+    assert np.isclose(found[slot : slot + 1].view(np.float32), np.float32(largest), rtol=tolerance, atol=0)
+    assert np.count_nonzero(found) == 1
     saturated = np.isnan(expected) | (np.abs(expected) == LARGEST)
     assert fp8.state.counts.get().tolist() == [saturated.sum(), (expected == 0).sum()]
 
@@ -248,15 +244,6 @@ def norm_config(C):
     return train_gpt2.Config(64, 257, 2, C // 16, C, 384)
 
 
-def norm_device(gpu, C):
-    need("cuda-fp8")
-    if C not in DEVICES:
-        file = kernel_files(LAYERS, norm_config(C), FP8, gpu.arch, "auto")["norm_fp8"]
-        DEVICES[C] = Device(gpu, [file], launch_geometry(norm_config(C), FP8, gpu.arch))
-    on_stream(DEVICES[C])
-    return DEVICES[C]
-
-
 @pytest.mark.parametrize("both", (True, False))
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("N, C", ((1, 16), (3, 48), (64, 64), (97, 208), (291, 768), (1000, 1024), (130, 1600),
@@ -264,7 +251,10 @@ def norm_device(gpu, C):
 def test_norm(gpu, N, C, norm, both):
     """Against float64, rounded once: every byte, but where a sum's last bit leads to the next number of E4M3; what is
     noted, the transposed copy, and both copies made again, alone, to the byte."""
-    device, (reference, forward), scale, pitch = norm_device(gpu, C), NORMS[norm], 32.0, blocks(N, 16) * 16
+    need("cuda-fp8")
+    device = open_matmul(("norm_fp8",), norm_config(C), FP8).device
+    on_stream(device)
+    (reference, forward), scale, pitch = NORMS[norm], 32.0, blocks(N, 16) * 16
     inp1, inp2 = random(1, N, C, seed=1, mean=1, dtype="float16"), random(1, N, C, seed=2, mean=1, dtype="bfloat16")
     weight, bias = random(C, seed=3, dtype="bfloat16"), random(C, seed=4, dtype="bfloat16")
     if N > 60:
@@ -320,15 +310,12 @@ def e4m3(*shape, seed, decode=decode_e4m3, order=COLUMN_ORDER):
 SIZES = ((1, 16, 16), (129, 208, 96), (97, 1600, 320), (128, 192, 128), (300, 768, 3072), (1000, 2304, 768))  # M, N, K
 
 
-@pytest.mark.parametrize("sm_count", (None, 2))
+@pytest.mark.parametrize("sm_count", (None, 2), indirect=True)
 @pytest.mark.parametrize("M, N, K", SIZES)
-def test_matmul(matmul, monkeypatch, M, N, K, sm_count):
+def test_matmul(fp8, M, N, K, sm_count):
     """Against float64: rounded to bfloat16, which is off by up to 2^-8, and before, each of the K / 32 steps cuts off
     what is below some 2^-13 of the sum so far, which is at most about the largest one."""
-    if sm_count:
-        monkeypatch.setattr(matmul.device, "sm_count", sm_count)
-    fp8, (a, a64), (b, b64) = make_fp8(matmul, 16), e4m3(M, K, seed=1), e4m3(N, K, seed=2)
-    bias = random(N, seed=3, dtype="bfloat16")
+    (a, a64), (b, b64), bias = e4m3(M, K, seed=1), e4m3(N, K, seed=2), random(N, seed=3, dtype="bfloat16")
     scales = on_gpu(np.float32([16.0, 0.5]))
     for with_bias, scale in ((True, 1.0), (False, 0.25)):
         out = unwritten(M, N, dtype="bfloat16")
@@ -339,53 +326,47 @@ def test_matmul(matmul, monkeypatch, M, N, K, sm_count):
         assert check_tensor("out", to_float32(out), expected, tolerance)
 
 
-@pytest.mark.parametrize("sm_count", (None, 2))
+@pytest.mark.parametrize("sm_count", (None, 2), indirect=True)
 @pytest.mark.parametrize("M, N, K", SIZES[1:])
-def test_matmul_gelu(matmul, monkeypatch, M, N, K, sm_count):
+def test_matmul_gelu(fp8, M, N, K, sm_count):
     """out as without GELU; GELU as by gelu.cu and quantize, to the byte."""
-    if sm_count:
-        monkeypatch.setattr(matmul.device, "sm_count", sm_count)
-    fp8, (a, _), (b, _) = make_fp8(matmul, 16), e4m3(M, K, seed=1), e4m3(N, K, seed=2)
+    (a, _), (b, _) = e4m3(M, K, seed=1), e4m3(N, K, seed=2)
     bias, scales = on_gpu(random(N, seed=3, dtype="bfloat16"), dtype="bfloat16"), on_gpu(np.float32([64, 8]))
     slot, operands = fp8.slot("fcproj", 1, "inp"), (a, scales[:1], b, scales[1:], bias)
     fp8.state.scales[slot] = 16.0
     whole = blocks(M * N, GPT2.F)  # rows of gelu.cu, which knows F
     out, wanted_out, gelu = unwritten(M, N, dtype="bfloat16"), *unwritten(2, whole * GPT2.F, dtype="bfloat16")
     got, wanted = bytes_on_gpu((M, N)), bytes_on_gpu((M, N))
-    fp8.multiply_gelu(out, got, *operands, fp8.noted("fcproj", 1, "inp"))
+    fp8.multiply_gelu("gelu", (out, got), *operands, fp8.noted("fcproj", 1, "inp"))
     noted = fp8.state.largest.get(), fp8.state.counts.get()
     fp8.forget()
     wanted_out[...] = 0
     fp8.multiply(wanted_out[: M * N].reshape(M, N), *operands)
-    cuda.gelu_forward(matmul.device, gelu, wanted_out, whole, GPT2.F)
+    cuda.gelu_forward(fp8.device, gelu, wanted_out, whole, GPT2.F)
     fp8.quantize("fcproj", 1, "inp", gelu[: M * N].reshape(M, N), wanted)
     assert np.array_equal(out.get().ravel(), wanted_out.get()[: M * N])
     assert np.array_equal(got.get(), wanted.get())
     assert np.array_equal(noted[0], fp8.state.largest.get()) and np.array_equal(noted[1], fp8.state.counts.get())
 
 
-@pytest.mark.parametrize("sm_count", (None, 2))
+@pytest.mark.parametrize("sm_count", (None, 2), indirect=True)
 @pytest.mark.parametrize("M, N, K", SIZES[1:])
-def test_matmul_gelu_backward(matmul, monkeypatch, M, N, K, sm_count):
+def test_matmul_gelu_backward(fp8, M, N, K, sm_count):
     """Against float64, within E4M3's step; column sums in float32."""
-    if sm_count:
-        monkeypatch.setattr(matmul.device, "sm_count", sm_count)
-    fp8, (a, a64), (b, b64) = make_fp8(matmul, 16), e4m3(M, K, seed=1), e4m3(N, K, seed=2)
+    (a, a64), (b, b64) = e4m3(M, K, seed=1), e4m3(N, K, seed=2)
     inp, scales = random(M, N, seed=3, spread=2, dtype="bfloat16"), on_gpu(np.float32([2.0**14, 8]))
     expected, dout = np.empty((M, N)), a64 @ b64.T / 2.0**17
     train_gpt2.gelu_backward(expected, inp.astype(np.float64), dout, inp.size)
     slot, scale = fp8.slot("fc", 1, "dout"), 2.0 ** np.floor(np.log2(224 / np.abs(expected).max()))
     fp8.state.scales[slot] = scale
     got, partials = bytes_on_gpu((M, N)), unwritten(blocks(M, 128), N)
-    fp8.multiply_gelu_backward(got, partials, a, scales[:1], b, scales[1:], on_gpu(inp, dtype="bfloat16"),
-                               fp8.noted("fc", 1, "dout"))
+    fp8.multiply_gelu("gelu_backward", (got, partials), a, scales[:1], b, scales[1:], on_gpu(inp, dtype="bfloat16"),
+                      fp8.noted("fc", 1, "dout"))
     plain = decode_e4m3(natural(got.get(), COLUMN_ORDER))
     assert (np.abs(plain - expected * scale) <= np.abs(expected * scale) * 2.0**-4 + 224 * 2.0**-8).all()
     assert np.abs(plain - expected * scale).mean() < 2.0**-5 * np.abs(expected * scale).mean()
     assert_close(2.0**-8, partials=(partials.sum(axis=0), expected.sum(axis=0)))
-    largest = fp8.state.largest.get()[slot : slot + 1].view(np.float32)[0]
-    assert abs(largest / np.abs(expected).max() - 1) < 2.0**-8
-    assert_noted(fp8, slot, largest, plain)
+    assert_noted(fp8, slot, np.abs(expected).max(), plain, 2.0**-8)
 
 
 @pytest.mark.parametrize("normed, sm_count", ((False, None), (False, 2), (True, None), (True, 2)))
@@ -394,8 +375,8 @@ def test_matmul_gelu_backward(matmul, monkeypatch, M, N, K, sm_count):
 def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, normed, sm_count):
     """As the bfloat16 kernels', within half of E4M3's step and bfloat16's; column sums to the bit. With RoPE and
     QK-norm, too, and scales with which numbers saturate."""
-    config, sizes, QKV = model(NH, NKV, HS), (B, T, NH, NKV, HS), (NH + 2 * NKV) * HS
-    device = open_once(config, FP8, "native", normed)
+    config, sizes, QKV = model(NH=NH, NKV=NKV, HS=HS), (B, T, NH, NKV, HS), (NH + 2 * NKV) * HS
+    device = open_matmul(("attention",), config, FP8, normed=normed).device
     if sm_count:
         monkeypatch.setattr(device, "sm_count", sm_count)
     on_stream(device)
@@ -412,27 +393,18 @@ def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, normed, sm_c
         cuda.attention_backward(device, dinp, D, partials, dout, inp, out, lse, rope, rstd, *sizes)
         return partials.get()
 
-    for rope, highest in ((None, 224), (angles, 2000)):
-        check_dqkv(matmul, functools.partial(backward, rope=rope), unwritten(B, T, QKV, dtype=dtype), highest)
-
-
-def check_dqkv(matmul, backward, rounded, highest):
-    """backward(dqkv) -> partial sums: dqkv in 8 bits, as in bfloat16 (B,T,QKV), whose largest number is scaled to
-    `highest` at most."""
-    fp8, N, QKV = make_fp8(matmul, 16), rounded[..., 0].size, rounded.shape[-1]
-    slot, partials = fp8.slot("qkv", 1, "dout"), backward(rounded)
-    exact = to_float32(rounded).reshape(N, QKV)
-    scale = 2.0 ** np.floor(np.log2(highest / np.abs(exact).max()))
-    fp8.state.scales[slot] = scale
-    got = Quantized(bytes_on_gpu((N, QKV)), None, fp8.noted("qkv", 1, "dout"))
-    assert backward(got).tobytes() == partials.tobytes()
-    numbers, expected = decode_e4m3(in_natural_order(got)[0]), np.clip(exact * scale, -LARGEST, LARGEST)
-    step = np.ldexp(1.0, np.maximum(np.frexp(expected * (1 + 2.0**-8))[1], -5) - 4)
-    assert (np.abs(numbers - expected) <= step / 2 + np.abs(expected) * 2.0**-8).all()
-    assert (numbers != round_e4m3(expected)).mean() < 2.0**-4  # where bfloat16's rounding made a tie
-    largest = fp8.state.largest.get()[slot : slot + 1].view(np.float32)[0]
-    assert abs(largest / np.abs(exact).max() - 1) < 2.0**-8
-    assert_noted(fp8, slot, largest, numbers)
+    for rope, highest in ((None, 224), (angles, 2000)):  # of the largest number, scaled, at most
+        fp8, rounded = make_fp8(matmul, 16), unwritten(B, T, QKV, dtype=dtype)
+        partials, exact = backward(rounded, rope), to_float32(rounded).reshape(B * T, QKV)
+        slot, largest = fp8.slot("qkv", 1, "dout"), np.abs(exact).max()
+        fp8.state.scales[slot] = scale = 2.0 ** np.floor(np.log2(highest / largest))
+        got = Quantized(bytes_on_gpu((B * T, QKV)), None, fp8.noted("qkv", 1, "dout"))
+        assert backward(got, rope).tobytes() == partials.tobytes()
+        numbers, expected = decode_e4m3(in_natural_order(got)[0]), np.clip(exact * scale, -LARGEST, LARGEST)
+        step = np.ldexp(1.0, np.maximum(np.frexp(expected * (1 + 2.0**-8))[1], -5) - 4)
+        assert (np.abs(numbers - expected) <= step / 2 + np.abs(expected) * 2.0**-8).all()
+        assert (numbers != round_e4m3(expected)).mean() < 2.0**-4  # where bfloat16's rounding made a tie
+        assert_noted(fp8, slot, largest, numbers, 2.0**-8)
 
 
 def test_the_gradient_of_the_bias_of_logits(matmul):
@@ -444,18 +416,15 @@ def test_the_gradient_of_the_bias_of_logits(matmul):
     assert np.allclose(partials.get().sum(0), 0.5 * expected.sum((0, 1)), rtol=0, atol=1e-6 * np.abs(expected).sum())
 
 
-@pytest.mark.parametrize("sm_count, splits", ((None, None), (3, 1), (132, 5)))
+@pytest.mark.parametrize("sm_count, splits", ((None, None), (3, 1), (132, 5)), indirect=["sm_count"])
 @pytest.mark.parametrize("kernel, across", (("weight", False), ("weight", True), ("classifier_weight", False),
                                             ("classifier_inp", False)))
 @pytest.mark.parametrize("matmul", (192, 160), indirect=True)
 @pytest.mark.parametrize("M, N, K", ((16, 16, 1), (208, 96, 129), (1600, 320, 97), (192, 128, 128), (768, 768, 8192),
                                      (2304, 768, 1000), (192, 96, 40000)))
-def test_matmul_long(matmul, monkeypatch, M, N, K, kernel, across, sm_count, splits):
+def test_matmul_long(fp8, M, N, K, kernel, across, sm_count, splits):
     """Against float64: as close for a long K as for a short one; the same bits twice."""
-    if sm_count:
-        monkeypatch.setattr(matmul.device, "sm_count", sm_count)
-    fp8, pitch = make_fp8(matmul, 16), blocks(K, 16) * 16
-    decode = decode_e5m2 if "classifier" in kernel else decode_e4m3
+    pitch, decode = blocks(K, 16) * 16, decode_e5m2 if "classifier" in kernel else decode_e4m3
     if kernel == "classifier_inp":
         M, (a, a64) = M + 1, e4m3(M + 1, pitch, seed=1, decode=decode)
         b, b64 = e4m3(N, pitch, seed=2)

@@ -1,13 +1,8 @@
 """Attention on the GPU, GPT-2's and of grouped queries, with gradients taken back through RoPE and QK-norm, against the
-CPU pages' functions in float64, in every precision and on every path; and, with no GPU, that Hopper's kernels compile
-into registers alone.
+CPU pages' functions in float64, in every precision and on every path. Outputs are NaN before the call, so that an
+element which is not written fails. (test_matmul_swiglu.py compiles Hopper's kernels.)"""
 
-Outputs are NaN before the call, so that an element which is not written fails.
-"""
-
-import functools
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,19 +10,13 @@ import pytest
 import train_gpt2_cuda as cuda
 import train_llama3
 from conftest import on_stream
-from llmc.gpu.device import Device, open_gpu
-from llmc.gpu.geometry import hopper_attention, kernel_files, launch_geometry
+from llmc.gpu.geometry import hopper_attention
 from llmc.gpu.precision import has_bfloat16
 from llmc.debugstate import check_tensor
-from test_kernels import (BF16_TWICE, EXACT, PRECISIONS, SUMS, TF32, assert_close, compile_file, on_gpu, random,
-                          unwritten, wide)
-from test_matmul_swiglu import frame_sizes
-from train_llama3 import Config
+from test_kernels import BF16_TWICE, EXACT, PRECISIONS, SUMS, TF32, assert_close, on_gpu, random, unwritten, wide
+from test_matmul_swiglu import model, open_matmul
 from train_speedrun import qknorm_backward, rope_table
-from train_speedrun_cuda import Speedrun
 
-LAYER = SimpleNamespace(KERNELS=("attention",), CONSTANTS={})
-NORMED = SimpleNamespace(KERNELS=("attention",), CONSTANTS=Speedrun.CONSTANTS)  # queries and keys are
 HEADS = [(9, 3, 16), (6, 3, 48), (3, 1, 64), (9, 3, 64), (4, 4, 64), (6, 3, 80), (8, 2, 128), (3, 1, 128),
          (4, 4, 128)]  # NH, NKV, HS
 GPT2_HEADS = [(12, 12, 64), (1, 1, 64), (25, 25, 64), (3, 3, 80), (2, 2, 128), (2, 2, 96)]
@@ -36,41 +25,38 @@ CASES = [*itertools.product(SHAPES, HEADS), *itertools.product([(1, 1), (3, 97),
 TOLERANCES = {"tf32": TF32, "float32": SUMS, "bf16": BF16_TWICE}
 
 
-def model(NH, NKV, HS):
-    """A model whose Q is not C."""
-    return Config(1024, 257, 1, NH, NKV, 64, 264, 96, HS)
+def get(gpu, config, precision, arch="native", normed=False):
+    """A Device with the attention of a model, whose Q may not be C."""
+    if precision.bf16 and not has_bfloat16(gpu.arch):
+        pytest.skip(f"{gpu.arch} has no bfloat16")
+    device = open_matmul(("attention",), config, precision, arch, normed).device
+    on_stream(device)
+    return device
 
 
-def attention_file(config, precision, arch, normed=False):
-    return kernel_files(NORMED if normed else LAYER, config, precision, arch)["attention"]
-
-
-@functools.cache
-def open_once(config, precision, arch, normed=False):
-    """A Device with this model's attention, made once for all tests. arch: as open_gpu's."""
-    gpu = open_gpu(arch)
-    file = attention_file(config, precision, gpu.arch, normed)
-    return Device(gpu, [file], launch_geometry(config, precision, gpu.arch))
+def attention(inp, dout, sizes):
+    """The CPU's out (B,T,Q) and dinp (B,T,QKV), in float64."""
+    B, T, NH, _, _ = sizes
+    out, dinp, att, datt = np.empty(dout.shape), np.empty(inp.shape), *np.empty((2, B, NH, T, T))
+    train_llama3.attention_forward(out, att, *wide(inp), *sizes)
+    train_llama3.attention_backward(dinp, datt, *wide(dout, inp), att, *sizes)
+    return out, dinp
 
 
 @pytest.mark.parametrize("precision, kind", (("tf32", "native"), ("tf32", "portable"), ("float32", "native"),
                                              ("bf16", "native"), ("bf16", "portable"), ("bf16", "two blocks")))
 @pytest.mark.parametrize("B, T, NH, NKV, HS", [(*shape, *heads) for shape, heads in CASES])
 def test_grouped_attention(gpu, monkeypatch, B, T, NH, NKV, HS, precision, kind):
-    config, numbers, tolerance = model(NH, NKV, HS), PRECISIONS[precision], TOLERANCES[precision]
-    if numbers.bf16 and not has_bfloat16(gpu.arch):
-        pytest.skip(f"{gpu.arch} has no bfloat16")
-    device = open_once(config, numbers, "sm_80" if kind == "portable" else "native")
+    config, numbers, tolerance = model(NH=NH, NKV=NKV, HS=HS), PRECISIONS[precision], TOLERANCES[precision]
+    device = get(gpu, config, numbers, "sm_80" if kind == "portable" else "native")
     if kind == "two blocks":  # which take all tiles, one after the other, where each multiprocessor keeps its block
         if not hopper_attention(config, numbers, gpu.arch):
             pytest.skip("blocks do not stay here")
         monkeypatch.setattr(device, "sm_count", 2)
-    on_stream(device)
     sizes, Q, QKV, e = (B, T, NH, NKV, HS), NH * HS, (NH + 2 * NKV) * HS, numbers.dtype
     inp, dout = random(B, T, QKV, seed=1, spread=1.5, dtype=e), random(B, T, Q, seed=2, dtype=e)
     inp_gpu, dout_gpu = on_gpu(inp, dout, dtype=e)
-    expected, att = np.empty((B, T, Q)), np.empty((B, NH, T, T))
-    train_llama3.attention_forward(expected, att, *wide(inp), *sizes)
+    expected, dinp = attention(inp, dout, sizes)
 
     def forward():
         out, lse = unwritten(B, T, Q, dtype=e), unwritten(B, NH, T)
@@ -87,8 +73,6 @@ def test_grouped_attention(gpu, monkeypatch, B, T, NH, NKV, HS, precision, kind)
     assert check_tensor("lse", lse.get(), expected_lse, (2.0**-10 if precision == "tf32" else EXACT) * longest)
 
     # the gradients of a model with biases and no RoPE, then those of one with RoPE and no biases
-    dinp, datt = np.empty((B, T, QKV)), np.empty((B, NH, T, T))
-    train_llama3.attention_backward(dinp, datt, *wide(dout, inp), att, *sizes)
     tables = train_llama3.rope_table(config, T)
     rope = on_gpu(np.stack(tables, axis=-1))
 
@@ -117,12 +101,9 @@ def test_grouped_attention(gpu, monkeypatch, B, T, NH, NKV, HS, precision, kind)
                                                        ("bf16", "sm_80", None)))
 @pytest.mark.parametrize("B, T, NH, HS", ((3, 63, 3, 64), (2, 130, 4, 128), (1, 600, 2, 128), (2, 97, 3, 48)))
 def test_gradients_of_normalized_queries_and_keys(gpu, monkeypatch, B, T, NH, HS, precision, arch, sm_count):
-    config, numbers, sizes = model(NH, NH, HS), PRECISIONS[precision], (B, T, NH, NH, HS)
-    if numbers.bf16 and not has_bfloat16(gpu.arch):
-        pytest.skip(f"{gpu.arch} has no bfloat16")
-    device, Q, QKV, e = open_once(config, numbers, arch, True), NH * HS, 3 * NH * HS, numbers.dtype
+    config, numbers, sizes = model(NH=NH, NKV=NH, HS=HS), PRECISIONS[precision], (B, T, NH, NH, HS)
+    device, Q, QKV, e = get(gpu, config, numbers, arch, normed=True), NH * HS, 3 * NH * HS, numbers.dtype
     monkeypatch.setattr(device, "sm_count", sm_count or device.sm_count)
-    on_stream(device)
     inp, dout = random(B, T, QKV, seed=1, dtype=e), random(B, T, Q, seed=2, dtype=e)
     tables, rstd = rope_table(config, T), random(B, T, 2 * NH, seed=3) ** 2  # half of a head is not rotated
     inp_gpu, dout_gpu = on_gpu(inp, dout, dtype=e)
@@ -132,10 +113,7 @@ def test_gradients_of_normalized_queries_and_keys(gpu, monkeypatch, B, T, NH, HS
     cuda.attention_backward(device, got, D, partials, dout_gpu, inp_gpu, out, lse,
                             on_gpu(np.stack(tables, axis=-1)), on_gpu(rstd), *sizes)
 
-    expected, att, datt = np.empty((B, T, Q)), np.empty((B, NH, T, T)), np.empty((B, NH, T, T))
-    train_llama3.attention_forward(expected, att, *wide(inp), *sizes)
-    dinp = np.empty((B, T, QKV))
-    train_llama3.attention_backward(dinp, datt, *wide(dout, inp), att, *sizes)
+    _, dinp = attention(inp, dout, sizes)
     qknorm_backward(dinp, *wide(inp, rstd), B, T, NH, HS)
     train_llama3.rope_backward(dinp, *wide(*tables), B, T, 2 * NH, HS)
     assert_close(TOLERANCES[precision], dinp=(got, dinp))
@@ -148,14 +126,3 @@ def same_bits_twice(call):
     first, second = call(), call()
     assert all(a.get().tobytes() == b.get().tobytes() for a, b in zip(first, second))
     return first
-
-
-@pytest.mark.parametrize("fp8", (True, pytest.param(False, marks=pytest.mark.large)))
-@pytest.mark.parametrize("NH, NKV, HS, normed", ((6, 6, 128, True), *(
-    pytest.param(*heads, False, marks=pytest.mark.large) for heads in ((12, 12, 64), (12, 4, 64), (24, 8, 128),
-                                                                       (4, 4, 128)))))
-def test_nothing_spills_on_hopper(NH, NKV, HS, normed, fp8):
-    file = attention_file(model(NH, NKV, HS), PRECISIONS["bf16"]._replace(fp8=fp8), "sm_90a", normed)
-    assert file.name == "hopper/attention"
-    frames = frame_sizes(compile_file(file, "sm_90a"))
-    assert len(frames) >= len(file.kernels) == (5 if fp8 else 3) and not any(frames)

@@ -86,16 +86,17 @@ def test_launches_pass_what_the_kernels_take(fake_gpu, name):
 # exercises
 
 FILES = sorted((ROOT / "exercises").glob("[0-9][0-9]_*.py"))
-SOLUTIONS = {  # exercise in CUDA -> the file of dev/kernels that has its kernels
-    "11_layernorm": "layernorm_forward", "12_bias": "bias_backward", "13_softmax": "softmax", "14_matmul": "matmul",
-    "15_attention": "attention"}
-CUDA_FAULTS = {  # likewise -> what to replace, by what, and what check.py must say of it
-    "11_layernorm": ("c < C; c += 32) sum +=", "c < C - 32; c += 32) sum +=", r"out\[.*, in layernorm_forward my_warp"),
-    "12_bias": ("sums[warp][lane] = sum;", "sums[warp][lane] = 0; __syncthreads(); atomicAdd(&sums[0][lane], sum);"
-                " __syncthreads(); sum = sums[0][lane];", r"a second run's dbias\[.*, in bias_backward my_fixed"),
-    "13_softmax": ("part.sum * expf(part.largest - largest)", "part.sum", r"probs\[.*, in softmax my_online"),
-    "14_matmul": ("+ i % 2 * 8 + g, c =", "+ i % 2 * 4 + g, c =", r"out\[.*, in matmul_forward my_tensor_cores"),
-    "15_attention": ("total *= factor;", "", r"out\[.*, in attention_forward my_online")}
+SOLUTIONS = {  # exercise in CUDA -> the file of dev/kernels that has its kernels; a fault, as in FAULTS
+    "11_layernorm": ("layernorm_forward", "c < C; c += 32) sum +=", "c < C - 32; c += 32) sum +=",
+                     r"out\[.*, in layernorm_forward my_warp"),
+    "12_bias": ("bias_backward", "sums[warp][lane] = sum;", "sums[warp][lane] = 0; __syncthreads(); atomicAdd(&sums[0]"
+                "[lane], sum); __syncthreads(); sum = sums[0][lane];",
+                r"a second run's dbias\[.*, in bias_backward my_fixed"),
+    "13_softmax": ("softmax", "part.sum * expf(part.largest - largest)", "part.sum",
+                   r"probs\[.*, in softmax my_online"),
+    "14_matmul": ("matmul", "+ i % 2 * 8 + g, c =", "+ i % 2 * 4 + g, c =",
+                  r"out\[.*, in matmul_forward my_tensor_cores"),
+    "15_attention": ("attention", "total *= factor;", "", r"out\[.*, in attention_forward my_online")}
 FAULTS = {  # number of an exercise -> what to replace, by what, and what check.py must say of it
     1: ("np.maximum.reduce(x, axis=1, keepdims=True)", "np.float32(0)",
         r"probs\[0, 0, 0\] is nan, expected 0.731059, in test_what"),
@@ -118,15 +119,12 @@ FAULTS = {  # number of an exercise -> what to replace, by what, and what check.
 }
 
 
-def write_kernels(directory, faults=None):
-    """The library's files, in place of the stubs, with faults if there are any."""
-    for name, solution in SOLUTIONS.items():
+def write_kernels(directory, wrong=False):
+    """The library's files, in place of the stubs, each with its fault or as it is."""
+    for name, (solution, old, new, _) in SOLUTIONS.items():
         text = (ROOT / "dev" / "kernels" / f"{solution}.cu").read_text()
-        if faults:
-            old, new, _ = faults[name]
-            assert old in text
-            text = new.join(text.rsplit(old, 1))
-        (directory / f"{name}.cu").write_text(text)
+        assert old in text
+        (directory / f"{name}.cu").write_text(new.join(text.rsplit(old, 1)) if wrong else text)
 
 
 @pytest.fixture
@@ -153,7 +151,7 @@ def test_stubs_are_the_page_s(check_here, numbers):
         for name, (owner, stub) in check.functions_of(path).items():
             assert inspect.signature(stub) == inspect.signature(getattr(owner, name)), name
             assert inspect.getdoc(stub) == inspect.getdoc(getattr(owner, name)), name
-    for name, solution in SOLUTIONS.items():
+    for name, (solution, *_) in SOLUTIONS.items():
         stubs, kernels = map(lab.signatures, (ROOT / f"exercises/{name}.cu", ROOT / f"dev/kernels/{solution}.cu"))
         assert stubs and stubs.items() <= kernels.items()
     status, lines = check_here(*numbers)
@@ -214,9 +212,9 @@ def test_exercises_on_a_gpu(tmp_path):
         (tmp_path / f"{name}.cu").write_text(stub)
     status, lines = on_gpu()
     assert status == 1 and all("is NaN everywhere: is it written?, in" in line for line in lines), lines
-    write_kernels(tmp_path, CUDA_FAULTS)
+    write_kernels(tmp_path, wrong=True)
     status, lines = on_gpu()
-    for line, (name, (_, _, message)) in zip(lines, CUDA_FAULTS.items(), strict=True):
+    for line, (name, (*_, message)) in zip(lines, SOLUTIONS.items(), strict=True):
         assert line.startswith(f"{name}.cu: ") and re.search(message, line), line
 
 

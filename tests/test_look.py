@@ -18,26 +18,22 @@ pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no browser: apt install ch
 PROMPT = "</script><b>\a\tשלום"
 
 
-@pytest.fixture
-def run(workplace, run_here):
-    """run(architecture): a run with three checkpoints, whose vocabulary is bytes."""
-    def train(architecture):
-        write_tokenizer("data/tiny_shakespeare_tokenizer.bin", BYTES, 256)
-        flags = "-e", next(iter(architecture.SIZES)), *"-x 6 -n 2 -b 2 -t 32 -v 0 -s 0 -o run".split()
-        run_here(trainer_of(architecture), *flags)
-        return "run"
-
-    return train
+def train(run_here, architecture):
+    """A run with three checkpoints, whose vocabulary is bytes; returns its directory."""
+    write_tokenizer("data/tiny_shakespeare_tokenizer.bin", BYTES, 256)
+    flags = "-e", next(iter(architecture.SIZES)), *"-x 6 -n 2 -b 2 -t 32 -v 0 -s 0 -o run".split()
+    run_here(trainer_of(architecture), *flags)
+    return "run"
 
 
 LOOKED = {}  # architecture -> (look's data, the Recorder), of a run that is made once
 
 
 @pytest.fixture(params=(GPT2, Llama3, Speedrun), ids=("GPT-2", "Llama", "speedrun"))
-def open_page(request, run, tmp_path):
+def open_page(request, workplace, run_here, tmp_path):
     """open_page(width) writes and opens the page: (its Page, look's data, the Recorder). It logs no error."""
     if request.param not in LOOKED:
-        LOOKED[request.param] = look.look(run(request.param), PROMPT)
+        LOOKED[request.param] = look.look(train(run_here, request.param), PROMPT)
     data, recorder = LOOKED[request.param]
     look.write_page("look.html", data, recorder.numbers)
     errors = []
@@ -137,8 +133,8 @@ def test_it_is_used_by_click_and_key_in_both_themes(open_page, width):
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_what_is_refused(run, run_here, monkeypatch):
-    run(GPT2)
+def test_what_is_refused(workplace, run_here, monkeypatch):
+    train(run_here, GPT2)
     for flag, value, words in (("--prompt", "ab", "2 tokens, expected 3 to 33"), ("--prompt", "", "0 tokens"), (
             "--tokenizer", "none.bin", "no such file"), ("-o", "none/x.html", "none/x.html: cannot be written")):
         run_here(look, "run", "--open", 0, flag, value, fails=[words])

@@ -43,34 +43,28 @@ def test_matmuls(gpu, monkeypatch, N, C, OC, precision, library):
     tolerance = TF32 if precision == "tf32" else SUMS
     out, dinp, dweight = unwritten(N, OC, dtype=e), unwritten(N, C, dtype=e), unwritten(OC, C, dtype=g)
 
+    def check(name, array, expected, *calls):
+        for call in calls:
+            array.view(np.uint8)[...] = 0xFF  # NaN
+            call()
+            assert_close(tolerance, **{name: (array, expected)})
+
     exact = inp.astype(np.float64) @ weight.T.astype(np.float64)
-    widths = (192, 160) if kernels else ()
     for b in (None, bias_gpu):
         linear = Linear(matmul, weight_gpu, b, dweight)
-        calls = [partial(linear.forward, out, inp_gpu)]
-        calls += [partial(kernels.forward, out, inp_gpu, weight_gpu, b, columns=width) for width in widths]
-        for call in calls:
-            out[...] = unwritten(N, OC, dtype=e)
-            call()
-            assert_close(tolerance, out=(out, exact + (0 if b is None else bias)))
+        check("out", out, exact + (0 if b is None else bias), partial(linear.forward, out, inp_gpu),
+              *(partial(kernels.forward, out, inp_gpu, weight_gpu, b, columns=n) for n in (192, 160) if kernels))
 
     exact = dout.astype(np.float64) @ weight.astype(np.float64)
     for scale in (1.0, 0.7):
-        dinp[...] = unwritten(N, C, dtype=e)
-        linear.backward_inp(dinp, dout_gpu, scale)
-        assert_close(tolerance, dinp=(dinp, scale * exact))
+        check("dinp", dinp, scale * exact, partial(linear.backward_inp, dinp, dout_gpu, scale))
 
     exact = dout.T.astype(np.float64) @ inp.astype(np.float64)
     matmul.transposed = unwritten(min(C, OC) + 8, N).reshape(-1)  # a trainer's may have too many elements, too
-    calls = [lambda: linear.backward_weight(dout_gpu, inp_gpu, 0.7)]
-    if kernels:
-        room = blocks(OC, 128) * blocks(C, 128) <= kernels.done.shape[1]
-        calls += [lambda splits=splits: kernels.backward_weight(dweight, dout_gpu, inp_gpu, 0.7, splits)
-                  for splits in (1, 2, 5, 11) if splits == 1 or room and N >= 64 * splits]
-    for call in calls:
-        dweight[...] = unwritten(OC, C, dtype=g)
-        call()
-        assert_close(tolerance, dweight=(dweight, 0.7 * exact))
+    room = kernels and blocks(OC, 128) * blocks(C, 128) <= kernels.done.shape[1]
+    check("dweight", dweight, 0.7 * exact, partial(linear.backward_weight, dout_gpu, inp_gpu, 0.7),
+          *(partial(kernels.backward_weight, dweight, dout_gpu, inp_gpu, 0.7, splits)
+            for splits in (1, 2, 5, 11) if kernels and (splits == 1 or room and N >= 64 * splits)))
 
 
 @pytest.mark.parametrize("OC", (50304, 12808, 6400))

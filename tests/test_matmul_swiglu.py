@@ -1,5 +1,5 @@
-"""Matmuls with SwiGLU and RoPE in their epilogues, on Hopper, against float64; and, with no GPU, that they compile into
-registers alone. (test_kernels.py has their launches in a step.)"""
+"""Matmuls with SwiGLU and RoPE in their epilogues, on Hopper, against float64; and, with no GPU, that they and
+attention compile into registers alone. (test_kernels.py has their launches in a step.)"""
 
 import functools
 import struct
@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from conftest import on_stream
-from llmc.gpu.device import Device, to_float32
+from llmc.gpu.device import Device, open_gpu, to_float32
 from llmc.gpu.geometry import blocks, hopper_matmul, kernel_files, launch_geometry, pack
 from llmc.gpu.matmul import Linear, Matmul
 from llmc.gpu.precision import Precision
 from test_kernels import SUMS, assert_close, compile_file, on_gpu, random, unwritten, wide
 from train_llama3 import Config
+from train_speedrun_cuda import Speedrun
 
 BFLOAT16 = Precision("bfloat16")
 SIZES = [(129, 64, 96), (256, 768, 2048), (300, 576, 1536), (128, 128, 200), (1000, 2048, 8192),
@@ -25,20 +26,26 @@ def model(C=64, F=96, NH=4, NKV=2, HS=16):
     return Config(1024, 257, 1, NH, NKV, C, 264, F, HS)
 
 
+def files_of(layers, config, precision, arch, normed=False):
+    """The KernelFile of each layer. normed: queries and keys are, as in a speed run."""
+    page = SimpleNamespace(KERNELS=layers, CONSTANTS=Speedrun.CONSTANTS if normed else {})
+    files = kernel_files(page, config, precision, arch)
+    return [files[layer] for layer in layers]
+
+
 @functools.cache
-def open_matmul(gpu, config):
-    """A Matmul by the rule, with the kernels of these layers; once for all tests."""
-    layers = SimpleNamespace(KERNELS=("matmul", "matmul_swiglu", "swiglu"), CONSTANTS={})
-    files = kernel_files(layers, config, BFLOAT16, gpu.arch, "auto")
-    device = Device(gpu, list(files.values()), launch_geometry(config, BFLOAT16, gpu.arch))
-    return Matmul(device, BFLOAT16)
+def open_matmul(layers, config, precision, arch="native", normed=False):
+    """A Matmul by the rule, whose Device has these layers' kernels; once for all tests. arch: as open_gpu's."""
+    gpu = open_gpu(arch)
+    files = files_of(layers, config, precision, gpu.arch, normed)
+    return Matmul(Device(gpu, files, launch_geometry(config, precision, gpu.arch)), precision)
 
 
 def get(gpu, monkeypatch, config, sm_count=None):
     """The same, on Hopper. sm_count: blocks at most, so that each computes many tiles."""
     if not hopper_matmul(BFLOAT16, gpu.arch):
         pytest.skip(f"{gpu.arch} is not Hopper")
-    matmul = open_matmul(gpu, config)
+    matmul = open_matmul(("matmul", "matmul_swiglu", "swiglu"), config, BFLOAT16)
     on_stream(matmul.device)
     if sm_count:
         monkeypatch.setattr(matmul.device, "sm_count", sm_count)
@@ -156,11 +163,21 @@ def frame_sizes(cubin):
     return sizes
 
 
-@pytest.mark.parametrize("config", (model(768, 2048, 12, 12, 64), *(pytest.param(config, marks=pytest.mark.large)
-    for config in (model(2048, 8192, 32, 8, 64), model(64, 96, 2, 1, 128), model(64, 96, 4, 2, 16)))),
-    ids=("l12", "1B", "128", "16"))
-def test_nothing_spills(config):
+SPILLS = [("matmul_swiglu", False, model(768, 2048, 12, 12, 64), False),
+          ("attention", True, model(NH=6, NKV=6, HS=128), True)]  # layer, fp8, config, normed
+LARGE_SPILLS = [
+    *(("matmul_swiglu", False, model(*sizes), False) for sizes in (
+        (2048, 8192, 32, 8, 64), (64, 96, 2, 1, 128), (64, 96, 4, 2, 16))),
+    *(("attention", fp8, model(NH=NH, NKV=NKV, HS=HS), False) for fp8 in (False, True)
+      for NH, NKV, HS in ((12, 12, 64), (12, 4, 64), (24, 8, 128), (4, 4, 128))),
+    ("attention", False, model(NH=6, NKV=6, HS=128), True)]
+
+
+@pytest.mark.parametrize("layer, fp8, config, normed", [
+    *SPILLS, *(pytest.param(*case, marks=pytest.mark.large) for case in LARGE_SPILLS)])
+def test_nothing_spills(layer, fp8, config, normed):
     """No kernel has a stack: the accumulators take most of the registers."""
-    layers = SimpleNamespace(KERNELS=("matmul_swiglu",), CONSTANTS={})
-    file = kernel_files(layers, config, BFLOAT16, "sm_90a")["matmul_swiglu"]
-    assert frame_sizes(compile_file(file, "sm_90a")) == [0] * len(file.kernels)
+    file, = files_of((layer,), config, BFLOAT16._replace(fp8=fp8), "sm_90a", normed)
+    frames = frame_sizes(compile_file(file, "sm_90a"))
+    assert file.name == f"hopper/{layer}" and len(file.kernels) == (5 if fp8 else 4 if "swiglu" in layer else 3)
+    assert len(frames) >= len(file.kernels) and not any(frames)

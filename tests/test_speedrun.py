@@ -12,31 +12,24 @@ torch = pytest.importorskip("torch")
 import export_weights
 import train_speedrun as t
 import train_speedrun_cuda as cuda
+from conftest import make_model, random_params
 from llmc.checkpoint import padded, without_padding, write_model
 from llmc.gpu.trainer import open_trainer
 from llmc.tensors import allocate, flat, views
 from reference import MuonAndAdamW, to_reference
 from test_gpt2 import SMOOTH, NumpyRun, Yardstick, need, replay
-from train_gpt2 import random_params
 
 CONFIG = t.Config(maxT=32, V=50, L=2, NH=2, C=32, Vp=128)
-TOLERANCE = 2e-4  # the largest of 200 draws is 5e-5, the smallest fault's 1e-3
+TOLERANCE = 2e-4  # the largest of 200 draws is 6e-5, the smallest fault's 1e-3
 
 
 def errors(seed, updates=2, tokens=2**20):
     """{what: the largest difference from PyTorch's in float64, over the largest number} of a random model: loss,
     gradients and weights of some updates, as if of so many tokens. Each begins with PyTorch's weights, or errors would
     grow. With a small eps, AdamW's steps are of one size, even where rounding decides the gradient's sign."""
-    rng, (B, T) = np.random.default_rng(seed), (3, 16)
-    params = allocate(t.parameter_table(CONFIG))
-    for name, row in params.table.items():
-        getattr(params, name)[...] = rng.normal(row.ones, 0.2, row.shape)
-        if row.vocabulary:
-            getattr(params, name)[CONFIG.V :] = 0
-    inputs, targets = rng.integers(0, CONFIG.V, (2, B, T))
-    model, theirs, found = t.Speedrun(CONFIG, params), to_reference(CONFIG, params, dtype=torch.float64), {}
-    model.allocate_activations(B, T)
-    model.allocate_training(B, T)
+    B, T, params = 3, 16, random_params(CONFIG, seed, 0.2, ones=1.0)
+    inputs, targets = np.random.default_rng(seed).integers(0, CONFIG.V, (2, B, T))
+    model, theirs, found = make_model(B, T, 1, CONFIG, params), to_reference(CONFIG, params, dtype=torch.float64), {}
     settings = t.SpeedrunSettings(B=1, T=tokens, learning_rate=0.1, eps=1e-3, weight_decay=0.5)
     optimizer = MuonAndAdamW(theirs, vars(settings), tokens)
 
@@ -129,14 +122,13 @@ def test_a_planted_fault_is_found(monkeypatch, fault):
 
 @pytest.mark.parametrize("fault", ("eps of every norm", "attention's scale", "the cap", "the cap without its slope"))
 def test_the_ladder_finds_a_planted_fault(monkeypatch, fault):
-    params = random_params(t.parameter_table(CONFIG), CONFIG.V, CONFIG.L, 1)
+    params = random_params(CONFIG, 1, 0.02, ones=1.0)
     x, y = np.random.default_rng(1).integers(0, CONFIG.V, (2, 3, 11))
     params.lm_head *= 100
-    yardstick = Yardstick(CONFIG, params, x, y, "numpy")
-    assert yardstick.judge(replay(NumpyRun(CONFIG, params, x, y, SMOOTH)))
-    monkeypatch.setattr(*FAULTS[fault])
-    yardstick = Yardstick(CONFIG, params, x, y, "numpy")
-    assert not yardstick.judge(replay(NumpyRun(CONFIG, params, x, y, SMOOTH)))
+    for right in (True, False):
+        yardstick = Yardstick(CONFIG, params, x, y, "numpy")
+        assert yardstick.judge(replay(NumpyRun(CONFIG, params, x, y, SMOOTH))) == right
+        monkeypatch.setattr(*FAULTS[fault])
 
 
 def test_its_model_is_exported_but_not_to_transformers(workplace, run_here):
@@ -150,8 +142,7 @@ def test_text_by_the_cache_is_that_of_whole_passes():
     config, params = t.random_model("s2", 256, maxT=24)
     flat(params)[:] += np.random.default_rng(0).normal(0, 0.05, flat(params).size).astype(np.float32)
     tokens = np.random.default_rng(1).integers(0, 256, (2, 24))
-    model = t.Speedrun(config, params)
-    model.allocate_activations(2, 24)
+    model = make_model(2, 24, 0, config, params)
     model.forward(tokens, tokens)
     decoder = t.Speedrun.Decoder(config, params, 2, 24)
     decoder.logits(tokens[:, :20], 0)
@@ -174,9 +165,7 @@ def test_on_a_gpu(gpu, dtype, V, tolerance):
     without_padding(config, params, V)
     inputs, targets = rng.integers(0, V, (2, B, T)).astype(np.int32)
     params.lm_headb[3], targets[:, ::2] = 14.0, 3  # probable, and often right
-    ours = t.Speedrun(config, views(params.table, params.buffer.copy()))
-    ours.allocate_activations(B, T)
-    ours.allocate_training(B, T)
+    ours = make_model(B, T, 1, config, views(params.table, params.buffer.copy()))
     loss = ours.forward(inputs, targets)
     ours.backward()
     settings = cuda.Speedrun.Settings(B=B, T=T, dtype=dtype, tf32=0, float32_grads=1, eps=1e-3, graph=0, recompute=0)

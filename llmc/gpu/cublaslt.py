@@ -24,11 +24,10 @@ POINTER, INT, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64
 FUNCTIONS = {
     "cublasLtCreate": (POINTER,),
     "cublasLtMatmulDescCreate": (POINTER, INT, INT),
-    "cublasLtMatmulDescSetAttribute": (POINTER, INT, POINTER, SIZE),
     "cublasLtMatrixLayoutCreate": (POINTER, INT, SIZE, SIZE, SIZE),
-    "cublasLtMatrixLayoutSetAttribute": (POINTER, INT, POINTER, SIZE),
     "cublasLtMatmulPreferenceCreate": (POINTER,),
-    "cublasLtMatmulPreferenceSetAttribute": (POINTER, INT, POINTER, SIZE),
+    **{f"cublasLt{kind}SetAttribute": (POINTER, INT, POINTER, SIZE)
+       for kind in ("MatmulDesc", "MatrixLayout", "MatmulPreference")},
     "cublasLtMatmulAlgoGetHeuristic": (*[POINTER] * 7, INT, POINTER, POINTER),
     "cublasLtMatmul": (*[POINTER] * 14, SIZE, POINTER),
 }

@@ -14,7 +14,6 @@ transposed on the way to the tensor cores; the other one has a transposed copy.
 """
 
 import dataclasses
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -75,9 +74,6 @@ class Fp8:
         self.weights_behind = False  # whether an update has changed the weights since they were quantized
         self.douts = {}  # matmul's name -> its dout in 8 bits, between its two uses
 
-    def linear(self, name, l, bias, dweight):
-        return Fp8Linear(self, name, l, bias, dweight)
-
     def slot(self, name, l, role):
         """l of the classifier, "logits": 0."""
         return ((*LINEARS, "logits").index(name) * self.L + l) * len(ROLES) + ROLES.index(role)
@@ -90,15 +86,14 @@ class Fp8:
         """plain (N,C), transposed (C,pitch) = E4M3(x * scale), each if not None; x (N,C), or all of several layers from
         l on, each with its scale. Weights are rounded at random. again: for the second time in an update, so that
         amax is not updated."""
-        g, (*_, N, C), (scale, largest, counts) = self.device.geometry, x.shape, self.noted(name, l, role)
+        g, (*_, N, C) = self.device.geometry, x.shape
         grid = blocks(C, g.FP8_SIDE), blocks(N, g.FP8_SIDE), x.size // (N * C)
-        self.device.launch("quantize", grid, (g.FP8_THREADS,), plain, transposed, x, scale, None if again else largest,
-                           counts, N, C, N if transposed is None else transposed.shape[-1],
+        self.device.launch("quantize", grid, (g.FP8_THREADS,), plain, transposed, x, *self.noted(name, l, role, again),
+                           N, C, N if transposed is None else transposed.shape[-1],
                            self.state.updates if role == "weight" else None, self.slot(name, l, role), len(ROLES))
 
     def quantize_weights(self, layers=slice(0, None), again=False):
-        """The matrices of some layers, after an update has changed them. again: rank 0 records
-        their amax."""
+        """The matrices of some layers, after an update has changed them. again: rank 0 records their amax."""
         weights = {name: getattr(self.params, f"{name}w")[layers] for name in LINEARS}
         if layers.start == 0:
             head = self.params.lm_head if "lm_head" in self.params.table else self.params.wte
@@ -151,20 +146,16 @@ class Fp8:
         kernels.launch("matmul_fp8" + "_narrow" * narrow, *out.shape, a.shape[1], kernels.result(out, narrow),
                        *self.operands_of(a, b, columns), bias, a_scale, b_scale, float(scale), columns=columns)
 
-    def multiply_gelu(self, out, gelu, a, a_scale, b, b_scale, bias, noted):
-        """out (M,N), and gelu (M,N) in 8 bits = GELU(out) * its scale. noted: the arguments for its scale."""
-        kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
-        kernels.launch("matmul_fp8_gelu", *out.shape, a.shape[1], kernels.result(out, True), kernels.result(gelu, True),
-                       *self.operands_of(a, b, columns), bias, a_scale, b_scale, *noted, columns=columns,
-                       threads=self.device.geometry.MATMUL_GELU_THREADS)
-
-    def multiply_gelu_backward(self, dinp, partials, a, a_scale, b, b_scale, inp, noted):
-        """dinp (M,N) in 8 bits = a (M,K) @ b (N,K)^T * GELU'(inp (M,N)) * its scale; partials (tiles,N): column sums.
-        """
-        kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
-        kernels.launch("matmul_fp8_gelu_backward", *inp.shape, a.shape[1], kernels.result(dinp, True), partials,
-                       *self.operands_of(a, b, columns), kernels.result(inp, True), a_scale, b_scale, *noted,
-                       columns=columns, threads=self.device.geometry.MATMUL_GELU_THREADS)
+    def multiply_gelu(self, kernel, results, a, a_scale, b, b_scale, last, noted):
+        """kernel "gelu": results are out (M,N) = a (M,K) @ b (N,K)^T + last (N,) and, in 8 bits, GELU(out) (M,N) * its
+        scale; "gelu_backward": in 8 bits, dinp (M,N) = a @ b^T * GELU'(last (M,N)) * its scale, and partials (tiles,N),
+        dinp's column sums. noted: the arguments for that scale."""
+        kernels, g, (first, second), backward = self.matmul.kernels, self.device.geometry, results, kernel != "gelu"
+        kernels.launch(f"matmul_fp8_{kernel}", *first.shape, a.shape[1], kernels.result(first, narrow=True),
+                       second if backward else kernels.result(second, narrow=True),
+                       *self.operands_of(a, b, g.MATMUL_FP8_GELU_BN),
+                       kernels.result(last, narrow=True) if backward else last, a_scale, b_scale, *noted,
+                       columns=g.MATMUL_FP8_GELU_BN, threads=g.MATMUL_GELU_THREADS)
 
     def multiply_long(self, kernel, out, a, a_scale, b, b_scale, scale, across=False, splits=None):
         """out (M,N) = scale * a^T @ b (N,K)^T, a (K,M), with sums in float32; K is cut into `splits` parts. kernel:
@@ -182,11 +173,11 @@ class Fp8:
         g = self.device.geometry
         return [self.device.tensor_map(x, n, 2 * g.MATMUL_BK) for x, n in ((a, g.MATMUL_BM), (b, columns))]
 
-    def noted(self, name, l, role):
-        """The arguments of a kernel that makes an operand: its scale, and where it notes the largest number and counts.
-        """
+    def noted(self, name, l, role, again=False):
+        """The arguments of a kernel that makes an operand: its scale, and where it notes the largest number, or None if
+        it makes it `again`, and counts."""
         slot, state = self.slot(name, l, role), self.state
-        return state.scales[slot:], state.largest[slot:], state.counts
+        return state.scales[slot:], None if again else state.largest[slot:], state.counts
 
 
 class Fp8Linear(NamedTuple):
@@ -197,22 +188,18 @@ class Fp8Linear(NamedTuple):
     fp8: Fp8
     name: str
     l: int
-    bias: object
-    dweight: object
+    bias: object = None
+    dweight: object = None
 
     fuses = False
-
-    @property
-    def fuses_gelu(self):
-        return self.fp8.fuses_gelu
+    fuses_gelu = property(lambda self: self.fp8.fuses_gelu)
 
     def place_inp(self, inp, again=False):
         """Where a normalization writes inp (N,C): a Quantized. again: for the backward pass, which recomputes it."""
-        fp8, (scale, largest, counts) = self.fp8, self.fp8.noted(self.name, self.l, "inp")
-        kept = self.of_this_layer("_inp_t")
+        fp8, kept, noted = self.fp8, self.of_this_layer("_inp_t"), self.fp8.noted(self.name, self.l, "inp", again)
         if again:
-            return Quantized(None, kept, (scale, None, counts))
-        return Quantized(fp8.operands.inp, None if self.name in fp8.recomputed else kept, (scale, largest, counts))
+            return Quantized(None, kept, noted)
+        return Quantized(fp8.operands.inp, None if self.name in fp8.recomputed else kept, noted)
 
     def forward(self, out, inp):
         """out (N,OC) = inp @ weight^T + bias. inp: a Quantized; fcproj's: (N,C), not read if fc's forward_gelu has made
@@ -229,8 +216,8 @@ class Fp8Linear(NamedTuple):
 
     def forward_gelu(self, out, gelu, inp):
         """The same, and fcproj's input = GELU(out); gelu (N,OC): not written."""
-        fcproj = self.fp8.linear("fcproj", self.l, None, None)
-        self.fp8.multiply_gelu(rows(out), fcproj.of_this_layer("_inp"), inp.plain, self.scale("inp"),
+        fcproj = self._replace(name="fcproj")
+        self.fp8.multiply_gelu("gelu", (rows(out), fcproj.of_this_layer("_inp")), inp.plain, self.scale("inp"),
                                self.of_this_layer("w"), self.scale("weight"), self.bias,
                                self.fp8.noted("fcproj", self.l, "inp"))
 
@@ -266,9 +253,9 @@ class Fp8Linear(NamedTuple):
 
     def backward_inp_gelu(self, dinp, partials, dout, inp):
         """fc's gradient = dout @ weight * GELU'(inp (N,C)), partials = its column sums; dinp (N,C): not written."""
-        self.fp8.multiply_gelu_backward(self.fp8.operands.fc_dout, partials, self.operand(dout).plain,
-                                        self.scale("dout"), self.of_this_layer("w_t"), self.scale("weight"),
-                                        rows(inp), self.fp8.noted("fc", self.l, "dout"))
+        self.fp8.multiply_gelu("gelu_backward", (self.fp8.operands.fc_dout, partials), self.operand(dout).plain,
+                               self.scale("dout"), self.of_this_layer("w_t"), self.scale("weight"), rows(inp),
+                               self.fp8.noted("fc", self.l, "dout"))
 
     def backward_weight(self, dout, inp, scale=1.0):
         """dweight (OC,C) = scale * dout^T @ inp. inp (N,C): read only if it is fcproj's and was recomputed."""
@@ -305,11 +292,10 @@ class Fp8Passes:
     def training_activations(self, B, T):
         """The activations of an update: normalizations, and attention's backward pass, find where to write 8 bits."""
         acts = self.activations(B, T)
-        acts = SimpleNamespace(**vars(acts) | {"lnf": self.fp8.linear("logits", 0, None, None).place_inp(acts.lnf)})
-        acts.layers = [SimpleNamespace(**vars(a)) for a in acts.layers]
-        acts.backward_layers = [SimpleNamespace(**vars(a)) for a in acts.backward_layers]
+        del self.shapes[B, T]  # evaluations of this shape make their own
+        acts.lnf = Fp8Linear(self.fp8, "logits", 0).place_inp(acts.lnf)
         for l, (forward, backward) in enumerate(zip(acts.layers, acts.backward_layers)):
-            qkv, fc = (self.fp8.linear(name, l, None, None) for name in ("qkv", "fc"))
+            qkv, fc = (Fp8Linear(self.fp8, name, l) for name in ("qkv", "fc"))
             forward.ln1, forward.ln2 = qkv.place_inp(forward.ln1), fc.place_inp(forward.ln2)
             backward.ln1, backward.ln2 = qkv.place_inp(backward.ln1, again=True), fc.place_inp(backward.ln2, again=True)
             backward.dqkv = qkv.place_dout(backward.dqkv)
@@ -318,7 +304,7 @@ class Fp8Passes:
     def linear(self, name, l=0):
         linear = super().linear(name, l)
         if self.fp8.trains and name in self.READS:
-            return self.fp8.linear(name, l, linear.bias, linear.dweight)
+            return Fp8Linear(self.fp8, name, l, linear.bias, linear.dweight)
         return linear
 
     def trunk(self, acts, inputs):

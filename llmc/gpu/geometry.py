@@ -104,9 +104,9 @@ def kernel_files(architecture, config, precision, arch, matmul="auto"):
     files, geometry = {}, layer_geometry(config, precision, arch)
     constants = model_constants(config, precision) | architecture.CONSTANTS
     for layer, name in names.items():
-        kernels = KERNELS[layer] + more.get(name, ())
-        shared = {kernel: geometry[layer][SHARED[kernel]] for kernel in kernels if kernel in SHARED}
-        files[layer] = KernelFile(name, kernels, constants | geometry[layer], shared)
+        kernels, numbers = KERNELS[layer] + more.get(name, ()), geometry.get(layer, {})
+        shared = {kernel: numbers[SHARED[kernel]] for kernel in kernels if kernel in SHARED}
+        files[layer] = KernelFile(name, kernels, constants | numbers, shared)
     return files
 
 
@@ -124,21 +124,18 @@ def launch_geometry(config, precision, arch):
 
 
 def layer_geometry(config, precision, arch):
-    """{layer: {constant: int}}."""
+    """{layer: {constant: int}}, of layers that have constants."""
     matmul = matmul_geometry() if hopper_matmul(precision, arch) else {}
+    norm, C = layernorm_geometry(config, precision, arch), config.C
+    norm_rows = 32 if C <= 3072 else 16  # which a block transposes in shared memory; up to C=6144, two or more fit
     return {
-        "encoder": {"ENCODER_THREADS": 256, "ENCODER_SPANS": blocks(config.C, 4 * WARP * precision.pack)},
-        "layernorm": layernorm_geometry(config, precision, arch),
-        "rmsnorm": layernorm_geometry(config, precision, arch),
-        "norm_fp8": layernorm_geometry(config, precision, arch) | norm_fp8_geometry(config),
-        "rope": {},
-        "qknorm": {},
+        "encoder": {"ENCODER_THREADS": 256, "ENCODER_SPANS": blocks(C, 4 * WARP * precision.pack)},
+        "layernorm": norm, "rmsnorm": norm,
+        "norm_fp8": norm | {"NORM_TILE_ROWS": norm_rows, "NORM_SHARED": norm_rows * C + 128},
         "attention": attention_geometry(config, precision, arch),
-        "gelu": {},
-        "swiglu": {},
-        "matmul": matmul,
-        "matmul_swiglu": matmul,
-        "matmul_fp8": matmul | matmul_fp8_geometry(config),
+        "matmul": matmul, "matmul_swiglu": matmul,
+        # columns of a tile of a result of C columns, whose inner dimension is long; 1600 is a multiple of 160
+        "matmul_fp8": matmul | {"MATMUL_FP8_LONG_BN": 160 if C % 192 and C % 160 == 0 else 192},
         "fp8": {"FP8_SIDE": 64, "FP8_THREADS": 128, "FP8_HISTORY": FP8_HISTORY},
         "classifier": classifier_geometry(config, precision, arch),
         "logits_bias": {"LOGITS_FP8": int(precision.fp8)},
@@ -159,13 +156,6 @@ def layernorm_geometry(config, precision, arch):
     return {"LAYERNORM_THREADS": BLOCK_THREADS, "LAYERNORM_ROW_WARPS": row_warps, "LAYERNORM_ROWS": rows,
             "LAYERNORM_BLOCKS": 2 if precision.bf16 else 1, "LAYERNORM_AHEAD": int(ahead),
             "LAYERNORM_SHARED": rows * 2 * 3 * 2 * C if ahead else 0}
-
-
-def norm_fp8_geometry(config):
-    """TILE_ROWS: rows of a block, whose bytes it keeps in shared memory to transpose them; two blocks or more fit into
-    a multiprocessor's up to C=6144."""
-    rows = 32 if config.C <= 3072 else 16
-    return {"NORM_TILE_ROWS": rows, "NORM_SHARED": rows * config.C + 128}
 
 
 def attention_geometry(config, precision, arch):
@@ -218,11 +208,6 @@ def matmul_geometry():
         "MATMUL_FP8_GELU_BN": 128, "MATMUL_FP8_GELU_SHARED": 2 * (stages * (BM + 128) * BK + 6 * BM * strip),
         "MATMUL_SHARED": 2 * (stages * (BM + BN) * BK + 4 * BM * strip),
     }
-
-
-def matmul_fp8_geometry(config):
-    """LONG_BN: columns of a tile of a result of C columns, whose inner dimension is long. 1600 is a multiple of 160."""
-    return {"MATMUL_FP8_LONG_BN": 160 if config.C % 192 and config.C % 160 == 0 else 192}
 
 
 def classifier_geometry(config, precision, arch):
