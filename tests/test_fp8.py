@@ -337,7 +337,7 @@ def test_matmul_gelu(fp8, M, N, K, sm_count):
     whole = blocks(M * N, GPT2.F)  # rows of gelu.cu, which knows F
     out, wanted_out, gelu = unwritten(M, N, dtype="bfloat16"), *unwritten(2, whole * GPT2.F, dtype="bfloat16")
     got, wanted = bytes_on_gpu((M, N)), bytes_on_gpu((M, N))
-    fp8.multiply_gelu("gelu", (out, got), *operands, fp8.noted("fcproj", 1, "inp"))
+    fp8.multiply_gelu(out, got, *operands, fp8.noted("fcproj", 1, "inp"))
     noted = fp8.state.largest.get(), fp8.state.counts.get()
     fp8.forget()
     wanted_out[...] = 0
@@ -360,8 +360,8 @@ def test_matmul_gelu_backward(fp8, M, N, K, sm_count):
     slot, scale = fp8.slot("fc", 1, "dout"), 2.0 ** np.floor(np.log2(224 / np.abs(expected).max()))
     fp8.state.scales[slot] = scale
     got, partials = bytes_on_gpu((M, N)), unwritten(blocks(M, 128), N)
-    fp8.multiply_gelu("gelu_backward", (got, partials), a, scales[:1], b, scales[1:], on_gpu(inp, dtype="bfloat16"),
-                      fp8.noted("fc", 1, "dout"))
+    fp8.multiply_gelu_backward(got, partials, a, scales[:1], b, scales[1:], on_gpu(inp, dtype="bfloat16"),
+                               fp8.noted("fc", 1, "dout"))
     plain = decode_e4m3(natural(got.get(), COLUMN_ORDER))
     assert (np.abs(plain - expected * scale) <= np.abs(expected * scale) * 2.0**-4 + 224 * 2.0**-8).all()
     assert np.abs(plain - expected * scale).mean() < 2.0**-5 * np.abs(expected * scale).mean()

@@ -146,16 +146,20 @@ class Fp8:
         kernels.launch("matmul_fp8" + "_narrow" * narrow, *out.shape, a.shape[1], kernels.result(out, narrow),
                        *self.operands_of(a, b, columns), bias, a_scale, b_scale, float(scale), columns=columns)
 
-    def multiply_gelu(self, kernel, results, a, a_scale, b, b_scale, last, noted):
-        """kernel "gelu": results are out (M,N) = a (M,K) @ b (N,K)^T + last (N,) and, in 8 bits, GELU(out) (M,N) * its
-        scale; "gelu_backward": in 8 bits, dinp (M,N) = a @ b^T * GELU'(last (M,N)) * its scale, and partials (tiles,N),
-        dinp's column sums. noted: the arguments for that scale."""
-        kernels, g, (first, second), backward = self.matmul.kernels, self.device.geometry, results, kernel != "gelu"
-        kernels.launch(f"matmul_fp8_{kernel}", *first.shape, a.shape[1], kernels.result(first, narrow=True),
-                       second if backward else kernels.result(second, narrow=True),
-                       *self.operands_of(a, b, g.MATMUL_FP8_GELU_BN),
-                       kernels.result(last, narrow=True) if backward else last, a_scale, b_scale, *noted,
-                       columns=g.MATMUL_FP8_GELU_BN, threads=g.MATMUL_GELU_THREADS)
+    def multiply_gelu(self, out, gelu, a, a_scale, b, b_scale, bias, noted):
+        """out (M,N), and gelu (M,N) in 8 bits = GELU(out) * its scale. noted: the arguments for its scale."""
+        kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
+        kernels.launch("matmul_fp8_gelu", *out.shape, a.shape[1], kernels.result(out, True), kernels.result(gelu, True),
+                       *self.operands_of(a, b, columns), bias, a_scale, b_scale, *noted, columns=columns,
+                       threads=self.device.geometry.MATMUL_GELU_THREADS)
+
+    def multiply_gelu_backward(self, dinp, partials, a, a_scale, b, b_scale, inp, noted):
+        """dinp (M,N) in 8 bits = a (M,K) @ b (N,K)^T * GELU'(inp (M,N)) * its scale; partials (tiles,N): column sums.
+        """
+        kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
+        kernels.launch("matmul_fp8_gelu_backward", *inp.shape, a.shape[1], kernels.result(dinp, True), partials,
+                       *self.operands_of(a, b, columns), kernels.result(inp, True), a_scale, b_scale, *noted,
+                       columns=columns, threads=self.device.geometry.MATMUL_GELU_THREADS)
 
     def multiply_long(self, kernel, out, a, a_scale, b, b_scale, scale, across=False, splits=None):
         """out (M,N) = scale * a^T @ b (N,K)^T, a (K,M), with sums in float32; K is cut into `splits` parts. kernel:
@@ -217,7 +221,7 @@ class Fp8Linear(NamedTuple):
     def forward_gelu(self, out, gelu, inp):
         """The same, and fcproj's input = GELU(out); gelu (N,OC): not written."""
         fcproj = self._replace(name="fcproj")
-        self.fp8.multiply_gelu("gelu", (rows(out), fcproj.of_this_layer("_inp")), inp.plain, self.scale("inp"),
+        self.fp8.multiply_gelu(rows(out), fcproj.of_this_layer("_inp"), inp.plain, self.scale("inp"),
                                self.of_this_layer("w"), self.scale("weight"), self.bias,
                                self.fp8.noted("fcproj", self.l, "inp"))
 
@@ -253,9 +257,9 @@ class Fp8Linear(NamedTuple):
 
     def backward_inp_gelu(self, dinp, partials, dout, inp):
         """fc's gradient = dout @ weight * GELU'(inp (N,C)), partials = its column sums; dinp (N,C): not written."""
-        self.fp8.multiply_gelu("gelu_backward", (self.fp8.operands.fc_dout, partials), self.operand(dout).plain,
-                               self.scale("dout"), self.of_this_layer("w_t"), self.scale("weight"), rows(inp),
-                               self.fp8.noted("fc", self.l, "dout"))
+        self.fp8.multiply_gelu_backward(self.fp8.operands.fc_dout, partials, self.operand(dout).plain,
+                                        self.scale("dout"), self.of_this_layer("w_t"), self.scale("weight"),
+                                        rows(inp), self.fp8.noted("fc", self.l, "dout"))
 
     def backward_weight(self, dout, inp, scale=1.0):
         """dweight (OC,C) = scale * dout^T @ inp. inp (N,C): read only if it is fcproj's and was recomputed."""
