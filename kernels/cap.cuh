@@ -10,11 +10,12 @@ __device__ inline float capped(float z) {
     const float y = z * rsqrtf(fmaf(z * (1.0f / (CAP * CAP)), z, 1.0f));
     return z == -INFINITE ? z : y;  // padding
 }
-// dy/dz, of the capped logit: (1 - y^2 / CAP^2)^(3/2).
-__device__ inline float cap_slope(float y) {
-    const float square = fmaxf(fmaf(y * (-1.0f / (CAP * CAP)), y, 1.0f), 1e-30f);
-    return square * square * rsqrtf(square);  // faster than with sqrtf
+// dy/dz.
+__device__ inline float cap_slope(float z) {
+    const float r = rsqrtf(fmaf(z * (1.0f / (CAP * CAP)), z, 1.0f));
+    return r * r * r;
 }
 #else
 __device__ inline float capped(float z) { return z; }
+__device__ inline float cap_slope(float z) { return 1.0f; }
 #endif

@@ -66,15 +66,8 @@ __device__ inline float offset_of(float largest, float log2_scale) { return larg
 __device__ inline float scaled_exp(float x, float offset, float scale) { return expf(x - offset) * scale; }
 #endif
 
-#ifdef MODEL_CAP
-__device__ inline float log2_approx(float x) {
-    asm("lg2.approx.ftz.f32 %0, %0;" : "+f"(x));
-    return x;
-}
-#endif
-
-// In bfloat16, a row on chip holds exp(x - maximum so far) between the sum and the gradient, in half precision, scaled
-// by 2^15. Values down to 2^-29 of the maximum keep all 11 bits, 3 more than the gradient has.
+// In bfloat16, a row on chip holds exp(x - maximum so far), times the cap's slope, between the sum and the gradient, in
+// half precision, scaled by 2^15. Values down to 2^-29 of the maximum keep all 11 bits, 3 more than the gradient has.
 constexpr bool KEEPS = ON_CHIP && BFLOAT16;
 constexpr float LOG2_KEPT_SCALE = KEEPS ? 15.0f : 0.0f, KEPT_SCALE = KEEPS ? 32768.0f : 1.0f;
 #if BFLOAT16
@@ -142,7 +135,7 @@ __device__ inline float sum_of(Floats x) {
     return x.x[0];
 }
 
-// Merge logits of part s into `so_far`. If KEEPS and write_gradient, they become their exponentials, for the gradient.
+// Merge logits of part s into `so_far`. If KEEPS and write_gradient, they become what the row holds for the gradient.
 __device__ inline MaxAndSum add_part(MaxAndSum so_far, Packs& packs, bool write_gradient) {
     const float largest = fmaxf(so_far.largest, capped(largest_of(packs)));
     const float finite = largest == -INFINITE ? 0.0f : largest;  // only padding so far: -inf - -inf would be NaN
@@ -150,11 +143,15 @@ __device__ inline MaxAndSum add_part(MaxAndSum so_far, Packs& packs, bool write_
     float sum = so_far.sum * scaled_exp(so_far.largest - finite, 0.0f, 1.0f);
 #pragma unroll
     for (int i = 0; i < LOADS_AT_ONCE; i++) {
-        Floats x = unpack(packs[i]);
+        const Floats x = unpack(packs[i]);
+        Floats y;
 #pragma unroll
-        for (int k = 0; k < PACK; k++) x.x[k] = scaled_exp(capped(x.x[k]), offset, KEPT_SCALE);
-        sum += sum_of(x);
-        if (KEEPS && write_gradient) packs[i] = kept(x);
+        for (int k = 0; k < PACK; k++) y.x[k] = scaled_exp(capped(x.x[k]), offset, KEPT_SCALE);
+        sum += sum_of(y);
+        if (!KEEPS || !write_gradient) continue;
+#pragma unroll
+        for (int k = 0; k < PACK; k++) y.x[k] *= cap_slope(x.x[k]);
+        packs[i] = kept(y);
     }
     return {largest, sum};
 }
@@ -190,16 +187,13 @@ struct Rounding {
 __device__ inline void store_dlogits(dlogit* to, const Floats& x, uint32, Rounding&) { store(to, x); }
 #endif
 
-// Write the gradient of part s to the row; packs: logits or, if KEEPS, their exponentials. scale: dloss / the row's
+// Write the gradient of part s to the row; packs: logits or, if KEEPS, what add_part left. scale: dloss / the row's
 // sum; offset: offset_of the row's maximum and log2(scale); largest_then: this thread's maximum so far when it had
 // merged part s; target_logit: before the cap, of the thread that has the target.
 __device__ inline void write_gradient_part(dlogit* row, const Packs& packs, int s, float offset, float scale,
                                            float largest_then, int target, float target_logit, float dloss,
                                            Rounding& rounding) {
     const float factor = scaled_exp(largest_then, offset, scale);
-#ifdef MODEL_CAP
-    const float kept_offset = largest_then - LOG2_KEPT_SCALE * LN2;
-#endif
 #pragma unroll
     for (int i = 0; i < LOADS_AT_ONCE; i++) {
         const int v = begin_of(s, i);
@@ -209,22 +203,12 @@ __device__ inline void write_gradient_part(dlogit* row, const Packs& packs, int 
         Floats x = KEEPS ? unpack_kept(packs[i]) : unpack(packs[i]);
 #pragma unroll
         for (int k = 0; k < PACK; k++) {
-#ifdef MODEL_CAP
-            const float y = KEEPS ? fmaxf(fmaf(log2_approx(x.x[k]), LN2, kept_offset), -CAP) : capped(x.x[k]);
-            x.x[k] = cap_slope(y) * (KEEPS ? x.x[k] * factor : scaled_exp(y, offset, scale));
-#else
-            x.x[k] = KEEPS ? x.x[k] * factor : scaled_exp(x.x[k], offset, scale);
-#endif
+            x.x[k] = KEEPS ? x.x[k] * factor : cap_slope(x.x[k]) * scaled_exp(capped(x.x[k]), offset, scale);
         }
         if (has_target(v, target)) {
 #pragma unroll
             for (int k = 0; k < PACK; k++) {
-#ifdef MODEL_CAP  // its own slope: of an unlikely target, nothing is kept
-                const float y = capped(target_logit);
-                if (v + k == target) x.x[k] = cap_slope(y) * (scaled_exp(y, offset, scale) * KEPT_SCALE - dloss);
-#else
-                if (v + k == target) x.x[k] -= dloss;
-#endif
+                if (v + k == target) x.x[k] -= cap_slope(target_logit) * dloss;
             }
         }
         store_dlogits(row + v, x, lanes, rounding);
