@@ -595,7 +595,6 @@ class GPT2:
     READS, RECOMPUTED, Optimizer, CONSTANTS = READS, RECOMPUTED, AdamW, {}  # -D constants, beside a model's sizes
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
     activation_table, phase_tables = staticmethod(activation_table), staticmethod(phase_tables)
-    gradient_table = staticmethod(gradient_table)
     cache_table, decode_table = staticmethod(cache_table), staticmethod(decode_table)
     decode_layers, resolve_auto = staticmethod(decode_layers), staticmethod(resolve_auto)
     decode_constants = staticmethod(lambda config, T: {})
@@ -609,7 +608,7 @@ class GPT2:
         return {
             "activations": {"activations": cls.activation_table(config, B, T, precision, recompute)},
             "logits, and in other phases scratch": phases,
-            "gradients between layers": {"gradients": cls.gradient_table(config, B, T, precision)},
+            "gradients between layers": {"gradients": gradient_table(config, B, T, precision)},
         }
 
     def __init__(self, config, settings, matmul, params, grads, buffers):

@@ -23,14 +23,14 @@ import train_gpt2_cuda
 import train_speedrun
 from llmc.errors import run_main
 from llmc.gpu.cublaslt import CublasLt
-from llmc.gpu.geometry import BLOCK_THREADS, MATMUL_ROWS, ROW_GROUPS, WARP, blocks, pack
+from llmc.gpu.geometry import BLOCK_THREADS, ROW_GROUPS, WARP, blocks, pack
 from llmc.gpu.shares import CHUNKS
 from llmc.settings import with_default
 from llmc.tensors import Row
 from train_gpt2_cuda import (GPT2, AdamW, CudaSettings, Normed, attention_backward, attention_forward, column_sums,
                              decode_attention, decode_embed, decode_fc, decode_layernorm, decode_project, decode_qkv,
-                             encoder_backward, encoder_forward, main, matmul_gelu_backward_inp, matmul_gelu_forward,
-                             partial_rows)
+                             encoder_backward, encoder_forward, loss_mean, main, matmul_gelu_backward_inp,
+                             matmul_gelu_forward, partial_rows)
 from train_llama3_cuda import residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward
 from train_speedrun import (CAP, EPS, SCALE, SIZES, MuonSettings, SpeedrunSettings, newton_schulz_of, parameter_table,
                             random_model, rope_table)
@@ -86,7 +86,10 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
     recomputed = {name: Row((B, T, C), dtype) for name in RECOMPUTED[recompute]}
     return {
         "forward": {"branch": Row((B, T, C), dtype), **recomputed},
-        "classifier": {"logits": Row((B, T, config.Vp), dtype)},  # overwritten with their gradient
+        "classifier": {
+            "logits": Row((B, T, config.Vp), dtype),  # overwritten with their gradient
+            "headb_partials": Row((max(1, sm_count // (5 if geometry.CAPPED_CLUSTER == 4 else 2)), config.Vp)),
+        },
         "backward": {
             "dfch": Row((B, T, 4 * C), dtype),
             "dqkv": Row((B, T, 3 * C), dtype),
@@ -104,12 +107,6 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
     }
 
 
-def gradient_table(config, B, T, precision):
-    """GPT-2's, and sums of dlogits, which must outlive them: the backward pass's phase overwrites the logits."""
-    sums = {"headb_partials": Row((blocks(B * T, 8 * MATMUL_ROWS), config.Vp))}
-    return train_gpt2_cuda.gradient_table(config, B, T, precision) | sums
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # layers, under the names of train_speedrun.py
 
@@ -121,10 +118,18 @@ def qknorm_forward(device, qkv, rstd, rope, B, T, NH, HS):
     device.launch("qknorm_forward", grid, (BLOCK_THREADS,), qkv, rstd, rope, SCALE * math.sqrt(HS), EPS, B * T, T)
 
 
-def logits_bias_backward(device, partials, dlogits, factor, N):
-    """partials (blocks, Vp) =, for column_sums: of dlogits (N,Vp) times factor."""
-    grid = blocks(dlogits.shape[-1], WARP * pack(dlogits)), partials.shape[0]
-    device.launch("logits_bias_backward", grid, (WARP, ROW_GROUPS), partials, dlogits, factor, N)
+def classifier(device, losses, logits, partials, targets, dloss, factor, write_gradient, N):
+    """GPT-2's, of capped logits; with write_gradient, partials (rows, Vp) =, for column_sums: of dlogits times factor.
+    """
+    geometry = device.geometry
+    if geometry.CAPPED_CLUSTER:
+        device.launch("classifier_capped", (len(partials) * geometry.CAPPED_CLUSTER,), (WARP * geometry.CAPPED_WARPS,),
+                      losses, logits, partials, float(factor), targets, float(dloss), int(write_gradient), N)
+        return
+    train_gpt2_cuda.classifier(device, losses, logits, targets, dloss, write_gradient, 1, N)
+    if write_gradient:
+        grid = blocks(logits.shape[-1], WARP * pack(logits)), len(partials)
+        device.launch("logits_bias_backward", grid, (WARP, ROW_GROUPS), partials, logits, float(factor), N)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -291,7 +296,7 @@ class Speedrun(GPT2):
     READS, RECOMPUTED, Optimizer = READS, RECOMPUTED, Muon
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
     activation_table, phase_tables = staticmethod(activation_table), staticmethod(phase_tables)
-    gradient_table, decode_layers = staticmethod(gradient_table), staticmethod(decode_layers)
+    decode_layers = staticmethod(decode_layers)
     decode_constants = staticmethod(lambda config, T: {"rope": np.stack(rope_table(config, T), axis=-1)})  # (T,HS/2,2)
 
     def linear(self, name, l=0):
@@ -328,6 +333,15 @@ class Speedrun(GPT2):
             residual, below, addend = a.residual3, a.residual2, branch
         residual_rmsnorm_forward(device, residual, acts.lnf, acts.lnf_rstd, below, addend, params.lnfw, EPS, B, T, C)
 
+    def classify(self, acts, targets, loss, scale, train):
+        """GPT-2's; with `train`, the partial sums of the classifier's bias gradient, too."""
+        dloss, N = self.dlogits_scale(scale), acts.B * acts.T
+        self.linear("logits").forward(acts.logits, acts.lnf)
+        classifier(self.device, acts.losses, acts.logits, acts.headb_partials, targets, dloss, scale / dloss, train, N)
+        with self.device.beside(self.device.side) as loss_done:
+            loss_mean(self.device, loss, acts.losses, scale, N)
+        return loss_done
+
     def backward(self, acts, by_token, scale):
         """self.grads = the gradients of the last batch's loss, as GPT-2's."""
         device, linear, params, grads, config = self.device, self.linear, self.params, self.grads, self.config
@@ -337,7 +351,6 @@ class Speedrun(GPT2):
         jobs = []  # of column_sums: (partial sums, the gradients that are made of them): of biases and RMSNorms
 
         self.backward_head(acts, scale)
-        logits_bias_backward(device, acts.headb_partials, acts.logits, scale / self.dlogits_scale(scale), N)
         column_sums(device, [(acts.headb_partials, (grads.lm_headb,))])
         rmsnorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3, params.lnfw,
                          acts.lnf_rstd, False, B, T, C)

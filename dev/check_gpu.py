@@ -96,7 +96,7 @@ class Recorder:
     def __call__(self, name, arguments):
         i = len(self.launches)
         self.launches.append(label(name, arguments, *self.tensors))
-        if name == "classifier":
+        if name.startswith("classifier"):
             self.logits = to_float32(arguments[1])
         yield
         arrays = [array_of(argument) for argument in arguments]
@@ -105,7 +105,7 @@ class Recorder:
         for row in [row for row, array in self.unwritten.items() if is_written(array)]:
             del self.unwritten[row]
             self.wrote(row, i)
-        if name == "classifier":  # it writes the gradient over the logits
+        if name.startswith("classifier"):  # it writes the gradient over the logits
             self.dlogits = self.dlogits_of(arguments[1])
             self.wrote(("dlogits", None), i)
         if name == "column_sums":

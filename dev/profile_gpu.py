@@ -110,9 +110,9 @@ BYTES = {  # kernel -> the same, as bytes, where it depends on more
         size_of(partials[0]) * np.count_nonzero(tokens.get() < 0)),
     **dict.fromkeys(("layernorm_backward", "rmsnorm_backward"), lambda dinp, sums, dout, inp, *rest: (
         size_of(dinp, dout, inp) + rest[-2] * size_of(dinp))),  # rest[-2]: add_residual
-    "classifier": lambda losses, logits, targets, dloss, write_gradient, N: (  # in FP8, it writes half as many
-        size_of(logits) + write_gradient * size_of(logits) // (1 + (dloss == DLOGITS_SCALE))),
-    "logits_bias_backward": lambda partials, dlogits, factor, N: size_of(dlogits) // (1 + (factor < 2**-15)),  # in FP8
+    **dict.fromkeys(("classifier", "classifier_capped"), lambda losses, logits, *rest: (  # rest[-3:]: dloss, whether it
+        size_of(logits) + rest[-2] * size_of(logits) // (1 + (rest[-3] == DLOGITS_SCALE)))),  # writes, N; in FP8, half
+    "logits_bias_backward": lambda partials, dlogits, factor, N: size_of(dlogits),
     "muon_momentum": lambda m, u, sums, grads, chunks, *_: (8 + u.itemsize + grads.itemsize + 4 * (
         sums is not None)) * chunks.size // CHUNKS.itemsize * UPDATE_CHUNK,
     "muon_update": lambda params, master, u, chunks, *_: (u.itemsize + params.itemsize + (

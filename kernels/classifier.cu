@@ -22,12 +22,10 @@
 // of bfloat16, sums of pairs instead of a chain.
 
 #include "cap.cuh"
+#include "dlogits.cuh"
 #include "softmax.cuh"
 
 #define ON_CHIP (CLASSIFIER_ROWS_ON_CHIP > 0)
-#if CLASSIFIER_FP8
-#include "fp8.cuh"
-#endif
 #if ON_CHIP
 #include "hopper/hopper.cuh"
 constexpr int BLOCKS = CLASSIFIER_ROWS_ON_CHIP;  // per multiprocessor, each with a row
@@ -70,15 +68,6 @@ __device__ inline float scaled_exp(float x, float offset, float scale) { return 
 // half precision, scaled by 2^15. Values down to 2^-29 of the maximum keep all 11 bits, 3 more than the gradient has.
 constexpr bool KEEPS = ON_CHIP && BFLOAT16;
 constexpr float LOG2_KEPT_SCALE = KEEPS ? 15.0f : 0.0f, KEPT_SCALE = KEEPS ? 32768.0f : 1.0f;
-#if BFLOAT16
-__device__ inline uint4 kept(const Floats& x) {
-    return {as_halves(x.x[0], x.x[1]), as_halves(x.x[2], x.x[3]), as_halves(x.x[4], x.x[5]), as_halves(x.x[6], x.x[7])};
-}
-__device__ inline Floats unpack_kept(const uint4& bits) { return load(reinterpret_cast<const __half*>(&bits)); }
-#else
-__device__ inline uint4 kept(const Floats& x) { return {}; }
-__device__ inline Floats unpack_kept(const uint4& bits) { return Floats(); }
-#endif
 
 // The index of a thread's i-th pack of part s, in its warp's slice.
 __device__ inline int begin_of(int s, int i) {
@@ -87,9 +76,6 @@ __device__ inline int begin_of(int s, int i) {
 
 // Whether element v of part s comes before `end`: known at compile time for most parts.
 __device__ inline bool is_before(int end, int s, int v) { return (s + 1) * PART <= end || v < end; }
-
-// Whether the target is in the pack at v.
-__device__ inline bool has_target(int v, int target) { return uint32(target - v) < PACK; }
 
 typedef uint4 Packs[LOADS_AT_ONCE];  // a thread's bits of a part
 
@@ -155,37 +141,6 @@ __device__ inline MaxAndSum add_part(MaxAndSum so_far, Packs& packs, bool write_
     }
     return {largest, sum};
 }
-
-#if CLASSIFIER_FP8
-typedef unsigned char dlogit;
-// Rounds x, as a half, to one of its two neighbours in E5M2, with that half as the expected value: the nearest one
-// would be on the same side for all tokens that are equally probable, and so shift their probabilities. E5M2 is a
-// half's first byte; a random byte is added to the second one, which is dropped. `random` follows from the row, and so
-// is the same on any GPU.
-struct Rounding {
-    uint32 random;
-    const uint32 mask;  // 0 for a row of NaN: a carry would turn it into -0
-
-    __device__ Rounding(float scale, int target)
-        : random(random_bits(threadIdx.x, __float_as_uint(scale), target)), mask(isfinite(scale) ? 0x00ff00ff : 0) {}
-
-    __device__ uint32 four_bytes(float a, float b, float c, float d) {
-        random = random * 1664525u + 1013904223u;
-        const uint32 ab = as_halves(a, b) + (random & mask), cd = as_halves(c, d) + (random >> 8 & mask);
-        return __byte_perm(ab, cd, 0x7531);
-    }
-};
-__device__ inline void store_dlogits(dlogit* to, const Floats& x, uint32 lanes, Rounding& rounding) {
-    const uint32 first = rounding.four_bytes(x.x[0], x.x[1], x.x[2], x.x[3]);
-    *reinterpret_cast<uint2*>(to) = in_order({first, rounding.four_bytes(x.x[4], x.x[5], x.x[6], x.x[7])}, lanes);
-}
-#else
-typedef element dlogit;
-struct Rounding {
-    __device__ Rounding(float, int) {}
-};
-__device__ inline void store_dlogits(dlogit* to, const Floats& x, uint32, Rounding&) { store(to, x); }
-#endif
 
 // Write the gradient of part s to the row; packs: logits or, if KEEPS, what add_part left. scale: dloss / the row's
 // sum; offset: offset_of the row's maximum and log2(scale); largest_then: this thread's maximum so far when it had
@@ -295,7 +250,7 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
         if (has_the_target) losses[n] = loss_of(whole, target_logit);
         if (write_gradient) {
             const float scale = dloss / whole.sum, offset = offset_of(whole.largest, log2f(scale));
-            Rounding rounding(scale, target);
+            Rounding rounding(threadIdx.x, scale, target);
             if (HOLDS) {
                 write_gradient_part(global_dlogits, held, PARTS - 1, offset, scale, largest_then[PARTS - 1], target,
                                     target_logit, dloss, rounding);
@@ -356,7 +311,7 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
     if (owns_target(target)) losses[n] = loss_of(whole, target_logit);
     if (!write_gradient) return;
     const float scale = dloss / whole.sum, offset = offset_of(whole.largest, log2f(scale));
-    Rounding rounding(scale, target);
+    Rounding rounding(threadIdx.x, scale, target);
     for (int s = PARTS - 1; s >= 0; s--) {
         load_part(packs, row, s);
         write_gradient_part(row, packs, s, offset, scale, 0.0f, target, target_logit, dloss, rounding);

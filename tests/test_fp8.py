@@ -34,7 +34,7 @@ from test_matmul_swiglu import files_of, frame_sizes, model, open_matmul
 
 FP8 = Precision("bfloat16", fp8=True)
 NUMBERS = decode_e4m3(np.arange(256, dtype=np.uint8))
-LAYERS = SimpleNamespace(KERNELS=("matmul", "gelu", "logits_bias"), CONSTANTS={})
+LAYERS = SimpleNamespace(KERNELS=("matmul", "gelu"), CONSTANTS={})
 GPT2 = train_gpt2.Config(64, 257, 2, 3, 192, 384)
 LLAMA = train_llama3.Config(64, 257, 2, 4, 2, 64, 384, 96, 16)
 SPEEDRUN = train_speedrun.Config(64, 257, 2, 3, 192, 384)
@@ -127,7 +127,7 @@ def matmul(gpu, request):
     need("cuda-fp8")
     C = getattr(request, "param", GPT2.C)
     config = dataclasses.replace(GPT2, C=C, NH=C // math.gcd(C, 64))
-    matmul = open_matmul(("matmul", "gelu", "logits_bias", "fp8", "matmul_fp8"), config, FP8)
+    matmul = open_matmul(("matmul", "gelu", "fp8", "matmul_fp8"), config, FP8)
     on_stream(matmul.device)
     matmul.allocate()
     return matmul
@@ -405,15 +405,6 @@ def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, normed, sm_c
         assert (np.abs(numbers - expected) <= step / 2 + np.abs(expected) * 2.0**-8).all()
         assert (numbers != round_e4m3(expected)).mean() < 2.0**-4  # where bfloat16's rounding made a tie
         assert_noted(fp8, slot, largest, numbers, 2.0**-8)
-
-
-def test_the_gradient_of_the_bias_of_logits(matmul):
-    B, T = 2, 105
-    bits = np.random.default_rng(4).integers(0, 256, (B, T, 2 * GPT2.Vp), np.uint8) & 0xBF  # finite
-    dlogits, partials = matmul.device.upload(bits).view(np.uint16), unwritten(2, GPT2.Vp)
-    speedrun_cuda.logits_bias_backward(matmul.device, partials, dlogits, 0.5, B * T)
-    expected = dlogits_of(dlogits).astype(np.float64)
-    assert np.allclose(partials.get().sum(0), 0.5 * expected.sum((0, 1)), rtol=0, atol=1e-6 * np.abs(expected).sum())
 
 
 @pytest.mark.parametrize("sm_count, splits", ((None, None), (3, 1), (132, 5)), indirect=["sm_count"])

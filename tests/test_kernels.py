@@ -84,7 +84,8 @@ def cases_to_compile(arch, precision):
     if not precision.float32_grads:
         llamas = itertools.product(("rmsnorm", "rope", "swiglu", "classifier"), LLAMAS[1:])
         yield from ((llama_cuda.Llama3, *case) for case in llamas)
-        speedruns = ("rmsnorm", "qknorm", "gelu", "classifier", "logits_bias", "muon")
+        classifier = ("classifier_capped",) if hopper_matmul(precision, arch) else ("classifier", "logits_bias")
+        speedruns = ("rmsnorm", "qknorm", "gelu", *classifier, "muon")
         yield from ((speedrun_cuda.Speedrun, layer, SPEEDRUN) for layer in speedruns)
         yield llama_cuda.Llama3, "classifier", dataclasses.replace(LLAMAS[0], V=128256, Vp=128256)
         yield llama_cuda.Llama3, "attention", LLAMAS[2]
@@ -124,7 +125,7 @@ def test_blocks_fit_into_the_shared_memory_of_every_gpu():
         assert bool(shared) == (precision.bf16 and arch != "sm_86")
 
 
-BOUNDS = r"(?:BOUNDS\s+|__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?"
+BOUNDS = r"(?:__cluster_dims__\([^)]*\) )?(?:BOUNDS\s+|__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?"
 EXTERN = re.compile(rf'(?:extern "C" __global__ void {BOUNDS}|MATMUL )(\w+)\(([^)]*)\)')
 
 
@@ -283,7 +284,8 @@ def get_matmul(gpu, config, precision, portable=False, matmul="auto"):
         pytest.skip(f"{gpu.arch} has no bfloat16")
     if key not in MATMULS:
         gpu = open_gpu("sm_80" if portable else "native")
-        architecture = cuda.GPT2 if isinstance(config, Config) else llama_cuda.Llama3
+        architecture = {Config: cuda.GPT2, train_speedrun.Config: speedrun_cuda.Speedrun}.get(
+            type(config), llama_cuda.Llama3)
         device, made = open_device(architecture, gpu, config, precision, matmul)
         device.config, device.precision = config, precision  # for the tests
         with device.stream:

@@ -13,11 +13,17 @@ import export_weights
 import train_speedrun as t
 import train_speedrun_cuda as cuda
 from conftest import make_model, random_params
+from check_gpu import dlogits_of
 from llmc.checkpoint import padded, without_padding, write_model
+from llmc.gpu.device import to_float32
+from llmc.gpu.fp8 import DLOGITS_SCALE
 from llmc.gpu.trainer import open_trainer
 from llmc.tensors import allocate, flat, views
 from reference import MuonAndAdamW, to_reference
+from test_fp8 import FP8
 from test_gpt2 import SMOOTH, NumpyRun, Yardstick, need, replay
+from test_kernels import BF16, PRECISIONS, SUMS, assert_close, get_device, on_gpu, random, unwritten
+from train_gpt2 import crossentropy_forward, crossentropy_softmax_backward, softmax_forward
 
 CONFIG = t.Config(maxT=32, V=50, L=2, NH=2, C=32, Vp=128)
 TOLERANCE = 2e-4  # the largest of 200 draws is 6e-5, the smallest fault's 1e-3
@@ -184,3 +190,46 @@ def test_on_a_gpu(gpu, dtype, V, tolerance):
             params, updated, ours.params, grads, ours.grads))
         assert np.linalg.norm(grad - expected_grad) <= tolerance / 4 * np.linalg.norm(expected_grad), name
         assert np.linalg.norm(after - expected) <= tolerance * np.linalg.norm(expected - before), name
+
+
+@pytest.mark.parametrize("kind", ("tf32", "bf16", "bf16, portable", "fp8"))
+@pytest.mark.parametrize("V, N, sm_count", ((97, 3, None), (257, 50, 1), (8193, 97, 2), (50257, 291, None),
+                                             (50257, 61, 4), (70001, 97, 4)))
+def test_classifier(gpu, monkeypatch, kind, V, N, sm_count):
+    """In float64: losses, dlogits, and the partial sums of dbias; logits up to where the cap is flat. In FP8, dlogits
+    are one of two neighbours in E5M2."""
+    precision, *portable = kind.split(", ")
+    need({"fp8": "cuda-fp8"}.get(precision, precision))
+    precision = FP8 if precision == "fp8" else PRECISIONS[precision]
+    device = get_device(gpu, t.Config(1024, V, 1, 1, 64, padded(V)), precision, bool(portable))
+    monkeypatch.setattr(device, "sm_count", sm_count or device.sm_count)
+    Vp, e, dloss = padded(V), precision.dtype, DLOGITS_SCALE if precision.fp8 else 1.0 / N
+    logits = random(N, Vp, seed=1, spread=10, dtype=e)
+    targets = np.random.default_rng(V).integers(0, V, N, dtype=np.int32)
+    targets[0], targets[-1] = V - 1, 0
+    y = logits[:, :V].astype(np.float64)
+    t.cap_forward(y, y.size)
+    probs, expected, dlogits = np.empty((1, N, V)), np.empty((1, N)), np.empty((1, N, V))
+    softmax_forward(probs, y[None], 1, N, V)
+    crossentropy_forward(expected, y[None], probs, targets[None], 1, N, V)
+    crossentropy_softmax_backward(dlogits, np.full((1, N), dloss), probs, targets[None], 1, N, V)
+    t.cap_backward(dlogits, y, y.size)
+    logits[:, V:] = np.nan  # whatever stands in the padding has no part in it
+    for write in (0, 1):
+        losses, got, partials = unwritten(N), on_gpu(logits, dtype=e), unwritten(max(1, device.sm_count // 5), Vp)
+        cuda.classifier(device, losses, got, partials, on_gpu(targets), dloss, 0.5, write, N)
+        assert_close(SUMS, losses=(losses, expected[0]))
+        if not write:
+            assert np.array_equal(to_float32(got), logits, equal_nan=True)
+    scale = np.abs(dlogits[0]).sum(0).max() if portable else np.abs(dlogits).max()  # bfloat16 rounds before the sums
+    error = np.abs(partials.get().astype(np.float64).sum(0)[:V] - 0.5 * dlogits[0].sum(0)).max()
+    assert error <= (BF16 if precision.bf16 else 50 * SUMS) * scale and not partials.get()[:, V:].any()
+    if not precision.fp8:
+        assert_close(SUMS, dlogits=(got[:, :V], dlogits[0]))
+        assert not got[:, V:].any(), "the padding's gradient is 0"
+    else:
+        rounded, step = dlogits_of(got), np.ldexp(1.0, np.maximum(np.frexp(dlogits[0])[1] - 1, -14) - 2)
+        assert (np.abs(rounded[:, :V] - dlogits[0]) <= step * (1 + 2.0**-6)).all() and not rounded[:, V:].any()
+    got[:], again = on_gpu(logits, dtype=e), partials.copy()
+    cuda.classifier(device, losses, got, partials, on_gpu(targets), dloss, 0.5, 1, N)
+    assert again.get().tobytes() == partials.get().tobytes(), "the same bits twice"

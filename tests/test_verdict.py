@@ -241,7 +241,7 @@ KERNEL_FAULTS = {  # what is wrong: (file, its text, what stands there instead, 
     "wte: one position of a token lost": (
         "encoder.cu", "piece_begins[min(i + 1, N)], p", "piece_begins[min(i + 1, N)] - 1, p", "dwte"),
     "softmax with a padded column": ("classifier.cu", "v + k >= V) from_float", "v + k > V) from_float", "losses"),
-    "the one-hot off by 1e-4": ("classifier.cu", "-= dloss;", "-= 1.0001f * dloss;", "dlnfb"),
+    "the one-hot off by 1e-4": ("classifier.cu", ") * dloss;", ") * 1.0001f * dloss;", "dlnfb"),
     "bfloat16: a matmul without the last 16 products of 64": (
         "hopper/matmul.cuh", "slice < BK / 16;", "slice < BK / 16 - 1;", "logits", "cuda-bf16-kernels"),
     "bfloat16: a tile's last columns lost": (

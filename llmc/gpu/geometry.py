@@ -45,6 +45,7 @@ KERNELS = {  # layer -> its kernels
     "fp8": ("quantize", "prepare_scales"),
     "norm_fp8": ("residual_layernorm_forward_fp8", "residual_rmsnorm_forward_fp8"),
     "classifier": ("classifier",),
+    "classifier_capped": ("classifier_capped",),  # Hopper only, where it replaces the one above and the one below
     "logits_bias": ("logits_bias_backward",),
     "transpose": ("transpose",),
     "column_sums": ("column_sums",),
@@ -57,6 +58,7 @@ OWN_MATMULS = "matmul", "matmul_swiglu", "matmul_fp8"  # layers
 UPDATE = {"UPDATE_THREADS": 256, "UPDATE_LOSS_THREADS": 1024, "UPDATE_ADAMW_NUMBERS": 4, "UPDATE_CHUNK": UPDATE_CHUNK}
 SHARED = {  # kernel -> the constant that says how many bytes of dynamic shared memory its blocks have
     "layernorm_backward": "LAYERNORM_SHARED", "rmsnorm_backward": "LAYERNORM_SHARED", "classifier": "CLASSIFIER_SHARED",
+    "classifier_capped": "CAPPED_SHARED",
     "attention_forward": "ATTENTION_FORWARD_SHARED",
     "attention_backward_dquery": "ATTENTION_DQUERY_SHARED", "attention_backward_dquery_fp8": "ATTENTION_DQUERY_SHARED",
     "attention_backward_dkv": "ATTENTION_DKV_SHARED", "attention_backward_dkv_fp8": "ATTENTION_DKV_SHARED",
@@ -100,8 +102,11 @@ def kernel_files(architecture, config, precision, arch, matmul="auto"):
         names["attention"] = "hopper/attention"
     if ours:
         names |= {layer: f"hopper/{layer}" for layer in names if layer in OWN_MATMULS}
-    more = {"hopper/attention": ATTENTION_FP8} if precision.fp8 else {}
     files, geometry = {}, layer_geometry(config, precision, arch)
+    if "logits_bias" in names and geometry["classifier_capped"]["CAPPED_CLUSTER"]:
+        names["classifier_capped"] = "hopper/classifier_capped"
+        del names["classifier"], names["logits_bias"]
+    more = {"hopper/attention": ATTENTION_FP8} if precision.fp8 else {}
     constants = model_constants(config, precision) | architecture.CONSTANTS
     for layer, name in names.items():
         kernels, numbers = KERNELS[layer] + more.get(name, ()), geometry.get(layer, {})
@@ -138,7 +143,7 @@ def layer_geometry(config, precision, arch):
         "matmul_fp8": matmul | {"MATMUL_FP8_LONG_BN": 160 if C % 192 and C % 160 == 0 else 192},
         "fp8": {"FP8_SIDE": 64, "FP8_THREADS": 128, "FP8_HISTORY": FP8_HISTORY},
         "classifier": classifier_geometry(config, precision, arch),
-        "logits_bias": {"LOGITS_FP8": int(precision.fp8)},
+        "classifier_capped": capped_geometry(config, precision, arch),
         "transpose": {"TRANSPOSE_SIDE": 64, "TRANSPOSE_THREADS": 256},
         "column_sums": {"COLUMN_SUMS_THREADS": 512, "COLUMN_SUMS_COLUMNS": WARP},
         "update": UPDATE, "muon": UPDATE,
@@ -218,3 +223,15 @@ def classifier_geometry(config, precision, arch):
     return {"CLASSIFIER_ROWS_ON_CHIP": rows, "CLASSIFIER_SHARED": min(row, 7 * part) if rows else 0,
             "CLASSIFIER_THREADS": 1024 // rows if rows else 256 if precision.bf16 else 1024,
             "CLASSIFIER_FP8": int(precision.fp8)}
+
+
+def capped_geometry(config, precision, arch):
+    """CLUSTER: blocks that share a row, 0 if not used. COLUMNS of each, and WARPS, each for 1024 columns. STAGES: rows
+    that a multiprocessor, which has one block, holds at once."""
+    if not hopper_matmul(precision, arch) or config.Vp > CLASSIFIER_ROW // 2:
+        return {"CAPPED_CLUSTER": 0}
+    cluster = 2 if config.Vp <= CLASSIFIER_ROW // 4 else 4
+    columns = blocks(config.Vp, 16 * cluster) * 16
+    stages = min(8, (220 << 9) // columns)
+    return {"CAPPED_CLUSTER": cluster, "CAPPED_COLUMNS": columns, "CAPPED_WARPS": blocks(columns, 1024),
+            "CAPPED_STAGES": stages, "CAPPED_SHARED": 2 * stages * columns, "CLASSIFIER_FP8": int(precision.fp8)}
