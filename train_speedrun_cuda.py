@@ -1,11 +1,11 @@
 """
 The speed run on a GPU: its GPT and Muon, by our CUDA kernels and cuBLASLt.
 
-The chapters are train_speedrun.py's; what architectures do alike is on GPT-2's and Llama 3's pages: read
-these pages first. Squared ReLU takes GELU's place in its kernels, and so is in the matmuls' epilogues on Hopper. Its
-slope is twice the root of its result, so that its input is not stored, but in FP8. The cap is in the classifier;
-QK-norm and the rotation are one pass after the qkv matmul, their gradients the end of attention's. Muon works on all
-matrices of a name at once, in bfloat16 or float32.
+The chapters are train_speedrun.py's; what architectures do alike is on GPT-2's and Llama 3's pages: read these pages
+first. Squared ReLU takes GELU's place in its kernels, and so is in the matmuls' epilogues on Hopper. Its slope is twice
+the root of its result, so that its input is not stored, but in FP8. The cap is in the classifier; QK-norm and the
+rotation are one pass after the qkv matmul, in FP8 its epilogue, and their gradients the end of attention's. Muon works
+on all matrices of a name at once, in bfloat16 or float32.
 
     python train_speedrun_cuda.py -e s12 -i "data/fineweb_train_*.bin" -b 64 -d 524288 -x 3250 -o runs/speedrun
 """
@@ -111,16 +111,20 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
 # layers, under the names of train_speedrun.py
 
 
-def qknorm_forward(device, qkv, rstd, rope, B, T, NH, HS):
-    """Normalize, scale and rotate, in place, the queries and keys of qkv (B,T,3C); rstd (B,T,2NH) =. rope (T,HS/2,2):
-    cosines and sines."""
+def matmul_qknorm_forward(device, linear, qkv, rstd, inp, rope, B, T, NH, HS):
+    """qkv (B,T,3C) = inp (B,T,C) @ weight^T + bias, queries and keys normalized, scaled and rotated; rstd (B,T,2NH) =.
+    rope (T,HS/2,2): cosines and sines."""
+    scale = SCALE * math.sqrt(HS)
+    if linear.fuses_qknorm:
+        linear.forward_qknorm(qkv, rstd, inp, rope, scale, EPS, T)
+        return
+    linear.forward(qkv, inp)
     grid = (blocks(B * T * 2 * NH * HS, BLOCK_THREADS * pack(qkv)),)
-    device.launch("qknorm_forward", grid, (BLOCK_THREADS,), qkv, rstd, rope, SCALE * math.sqrt(HS), EPS, B * T, T)
+    device.launch("qknorm_forward", grid, (BLOCK_THREADS,), qkv, rstd, rope, scale, EPS, B * T, T)
 
 
 def classifier(device, losses, logits, partials, targets, dloss, factor, write_gradient, N):
-    """GPT-2's, of capped logits; with write_gradient, partials (rows, Vp) =, for column_sums: of dlogits times factor.
-    """
+    """GPT-2's, of capped logits; with write_gradient, partials (rows, Vp) = dlogits * factor, for column_sums."""
     geometry = device.geometry
     if geometry.CAPPED_CLUSTER:
         device.launch("classifier_capped", (len(partials) * geometry.CAPPED_CLUSTER,), (WARP * geometry.CAPPED_WARPS,),
@@ -288,21 +292,18 @@ class Speedrun(GPT2):
     """The architecture; loss, buffers and views are GPT-2's."""
 
     TITLE, MAGIC, Config = train_speedrun.Speedrun.TITLE, train_speedrun.Speedrun.MAGIC, train_speedrun.Config
-    Settings = SpeedrunCudaSettings
     KERNELS = ("encoder", "rmsnorm", "qknorm", "attention", "gelu", "matmul", "classifier", "logits_bias", "transpose",
                "column_sums", "update", "muon")
     CONSTANTS = {"MODEL_RELU2": 1, "MODEL_BIASES": 1, "MODEL_CAP": f"{CAP}f", "MODEL_QK_SCALE": f"{SCALE}f",
                  "MODEL_HALF_ROPE": 1}
-    READS, RECOMPUTED, Optimizer = READS, RECOMPUTED, Muon
+    READS, RECOMPUTED, Optimizer, Settings = READS, RECOMPUTED, Muon, SpeedrunCudaSettings
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
-    activation_table, phase_tables = staticmethod(activation_table), staticmethod(phase_tables)
-    decode_layers = staticmethod(decode_layers)
+    activation_table, phase_tables, decode_layers = map(staticmethod, (activation_table, phase_tables, decode_layers))
     decode_constants = staticmethod(lambda config, T: {"rope": np.stack(rope_table(config, T), axis=-1)})  # (T,HS/2,2)
 
     def linear(self, name, l=0):
-        if name != "logits":
-            return super().linear(name, l)
-        return super().linear(name)._replace(bias=self.params.lm_headb)
+        linear = super().linear(name, l)
+        return linear._replace(bias=self.params.lm_headb) if name == "logits" else linear
 
     def head_of(self, tensors):
         return tensors.lm_head
@@ -323,8 +324,7 @@ class Speedrun(GPT2):
         for l in range(self.config.L):
             p, a = self.param_layers[l], acts.layers[l]
             residual_rmsnorm_forward(device, residual, a.ln1, a.ln1_rstd, below, addend, p.ln1w, EPS, B, T, C)
-            linear("qkv", l).forward(a.qkv, a.ln1)
-            qknorm_forward(device, a.qkv, a.qk_rstd, acts.rope, B, T, NH, HS)
+            matmul_qknorm_forward(device, linear("qkv", l), a.qkv, a.qk_rstd, a.ln1, acts.rope, B, T, NH, HS)
             attention_forward(device, a.atty, a.lse, a.qkv, B, T, NH, NH, HS)
             linear("attproj", l).forward(branch, a.atty)
             residual_rmsnorm_forward(device, a.residual2, a.ln2, a.ln2_rstd, residual, branch, p.ln2w, EPS, B, T, C)

@@ -64,8 +64,9 @@ __device__ inline float offset_of(float largest, float log2_scale) { return larg
 __device__ inline float scaled_exp(float x, float offset, float scale) { return expf(x - offset) * scale; }
 #endif
 
-// In bfloat16, a row on chip holds exp(x - maximum so far), times the cap's slope, between the sum and the gradient, in
-// half precision, scaled by 2^15. Values down to 2^-29 of the maximum keep all 11 bits, 3 more than the gradient has.
+// In bfloat16, a row on chip holds exp(x - maximum so far) between the sum and the gradient, in half precision, scaled
+// by 2^15. Values down to 2^-29 of the maximum keep all 11 bits, 3 more than the gradient has. (With a cap, these rows
+// are hopper/classifier_capped.cu's.)
 constexpr bool KEEPS = ON_CHIP && BFLOAT16;
 constexpr float LOG2_KEPT_SCALE = KEEPS ? 15.0f : 0.0f, KEPT_SCALE = KEEPS ? 32768.0f : 1.0f;
 
@@ -121,7 +122,7 @@ __device__ inline float sum_of(Floats x) {
     return x.x[0];
 }
 
-// Merge logits of part s into `so_far`. If KEEPS and write_gradient, they become what the row holds for the gradient.
+// Merge logits of part s into `so_far`. If KEEPS and write_gradient, they become their exponentials, for the gradient.
 __device__ inline MaxAndSum add_part(MaxAndSum so_far, Packs& packs, bool write_gradient) {
     const float largest = fmaxf(so_far.largest, capped(largest_of(packs)));
     const float finite = largest == -INFINITE ? 0.0f : largest;  // only padding so far: -inf - -inf would be NaN
@@ -129,20 +130,16 @@ __device__ inline MaxAndSum add_part(MaxAndSum so_far, Packs& packs, bool write_
     float sum = so_far.sum * scaled_exp(so_far.largest - finite, 0.0f, 1.0f);
 #pragma unroll
     for (int i = 0; i < LOADS_AT_ONCE; i++) {
-        const Floats x = unpack(packs[i]);
-        Floats y;
+        Floats x = unpack(packs[i]);
 #pragma unroll
-        for (int k = 0; k < PACK; k++) y.x[k] = scaled_exp(capped(x.x[k]), offset, KEPT_SCALE);
-        sum += sum_of(y);
-        if (!KEEPS || !write_gradient) continue;
-#pragma unroll
-        for (int k = 0; k < PACK; k++) y.x[k] *= cap_slope(x.x[k]);
-        packs[i] = kept(y);
+        for (int k = 0; k < PACK; k++) x.x[k] = scaled_exp(capped(x.x[k]), offset, KEPT_SCALE);
+        sum += sum_of(x);
+        if (KEEPS && write_gradient) packs[i] = kept(x);
     }
     return {largest, sum};
 }
 
-// Write the gradient of part s to the row; packs: logits or, if KEEPS, what add_part left. scale: dloss / the row's
+// Write the gradient of part s to the row; packs: logits or, if KEEPS, their exponentials. scale: dloss / the row's
 // sum; offset: offset_of the row's maximum and log2(scale); largest_then: this thread's maximum so far when it had
 // merged part s; target_logit: before the cap, of the thread that has the target.
 __device__ inline void write_gradient_part(dlogit* row, const Packs& packs, int s, float offset, float scale,

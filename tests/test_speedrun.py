@@ -16,14 +16,16 @@ from conftest import make_model, random_params
 from check_gpu import dlogits_of
 from llmc.checkpoint import padded, without_padding, write_model
 from llmc.gpu.device import to_float32
-from llmc.gpu.fp8 import DLOGITS_SCALE
+from llmc.gpu.fp8 import DLOGITS_SCALE, Fp8
+from llmc.gpu.matmul import Linear
 from llmc.gpu.trainer import open_trainer
-from llmc.tensors import allocate, flat, views
+from llmc.tensors import allocate, flat, table_bytes, views
 from reference import MuonAndAdamW, to_reference
-from test_fp8 import FP8
+from test_fp8 import FP8, e4m3
 from test_gpt2 import SMOOTH, NumpyRun, Yardstick, need, replay
-from test_kernels import BF16, PRECISIONS, SUMS, assert_close, get_device, on_gpu, random, unwritten
+from test_kernels import BF16, PRECISIONS, SUMS, assert_close, get_device, get_matmul, on_gpu, random, unwritten
 from train_gpt2 import crossentropy_forward, crossentropy_softmax_backward, softmax_forward
+from train_llama3 import rope_forward
 
 CONFIG = t.Config(maxT=32, V=50, L=2, NH=2, C=32, Vp=128)
 TOLERANCE = 2e-4  # the largest of 200 draws is 6e-5, the smallest fault's 1e-3
@@ -157,13 +159,14 @@ def test_text_by_the_cache_is_that_of_whole_passes():
         assert np.allclose(logits, model.acts.logits[:, position], atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype, V, tolerance", (("float32", 97, 1e-4), ("bfloat16", 97, 0.2),
-                                                  ("bfloat16", 50257, 0.3), ("fp8", 97, 0.8), ("fp8", 50257, 0.8)))
-def test_on_a_gpu(gpu, dtype, V, tolerance):
+@pytest.mark.parametrize("dtype, V, NH, tolerance", (
+    ("float32", 97, 2, 1e-4), ("bfloat16", 97, 2, 0.2), ("bfloat16", 97, 1, 0.2), ("bfloat16", 50257, 2, 0.3),
+    ("fp8", 97, 2, 0.8), ("fp8", 97, 1, 0.8), ("fp8", 50257, 2, 0.8)))
+def test_on_a_gpu(gpu, dtype, V, NH, tolerance):
     """Loss, gradients and an update beside NumPy's, over the update's or the gradient's length, buffers NaN before. In
     bfloat16, five Newton-Schulz steps make 0.1 of rounding."""
     need({"bfloat16": "bf16", "fp8": "cuda-fp8"}.get(dtype, dtype))
-    config, rng, (B, T) = t.Config(64, V, 2, 2, 128, padded(V)), np.random.default_rng(0), (3, 33)
+    config, rng, (B, T) = t.Config(64, V, 2, NH, 128, padded(V)), np.random.default_rng(0), (3, 33)
     params = allocate(t.parameter_table(config))
     for name, row in params.table.items():
         getattr(params, name)[...] = rng.normal(row.ones, 1.0 if name == "wte" else 0.1, row.shape)
@@ -233,3 +236,32 @@ def test_classifier(gpu, monkeypatch, kind, V, N, sm_count):
     got[:], again = on_gpu(logits, dtype=e), partials.copy()
     cuda.classifier(device, losses, got, partials, on_gpu(targets), dloss, 0.5, 1, N)
     assert again.get().tobytes() == partials.get().tobytes(), "the same bits twice"
+
+
+@pytest.mark.parametrize("kind", ("bf16", "fp8"))
+@pytest.mark.parametrize("NH, HS", ((1, 64), (3, 128), (5, 16)))
+def test_matmul_with_qknorm(gpu, kind, NH, HS):
+    """In FP8 one kernel, whose tiles have the last rows of a sequence and the first ones of the next."""
+    need({"fp8": "cuda-fp8"}.get(kind, kind))
+    (B, T), C = (3, 97), NH * HS
+    config, bias, e = t.Config(1024, 131, 1, NH, C, 256), random(3 * C, seed=2, dtype="bfloat16"), "bfloat16"
+    matmul = get_matmul(gpu, config, FP8 if kind == "fp8" else PRECISIONS[kind])
+    qkv, rstd, rope = unwritten(B, T, 3 * C, dtype=e), unwritten(B, T, 2 * NH), t.rope_table(config, T)
+    on_gpu_rope, bias_on_gpu = on_gpu(np.stack(rope, axis=-1)), on_gpu(bias, dtype=e)
+    if kind == "fp8":
+        (inp, inp64), (weight, weight64) = e4m3(B * T, C, seed=1), e4m3(3 * C, C, seed=2)
+        table, scales = t.parameter_table(config, e), on_gpu(np.float32([8, 16]))
+        params = views(table, matmul.device.upload(np.zeros(table_bytes(table), np.uint8)))
+        Fp8(matmul, params, 16).multiply_qknorm(qkv.reshape(B * T, -1), rstd, inp, scales[:1], weight, scales[1:],
+                                                bias_on_gpu, on_gpu_rope, t.SCALE * HS**0.5, t.EPS, T)
+        product = inp64 @ weight64.T / 128.0
+    else:
+        inp, weight = random(B, T, C, dtype=e), random(3 * C, C, seed=1, dtype=e)
+        linear = Linear(matmul, on_gpu(weight, dtype=e), bias_on_gpu)
+        cuda.matmul_qknorm_forward(matmul.device, linear, qkv, rstd, on_gpu(inp, dtype=e), on_gpu_rope, B, T, NH, HS)
+        product = inp.reshape(-1, C).astype(np.float64) @ weight.T
+    expected, expected_rstd = (product + bias).reshape(B, T, 3 * C), np.empty((B, T, 2 * NH))
+    t.qknorm_forward(expected, expected_rstd, B, T, NH, HS)
+    rope_forward(expected, *rope, B, T, 2 * NH, HS)
+    for what, columns in (("queries", slice(C)), ("keys", slice(C, 2 * C)), ("values", slice(2 * C, None))):
+        assert_close(2 * BF16, rstd=(rstd, expected_rstd), **{what: (qkv[..., columns], expected[..., columns])})

@@ -2,6 +2,7 @@
 // inner dimension K contiguous; a (K,M), below, is transposed on its way to registers.
 //
 //     matmul_fp8                 out (M,N) = factor * a (M,K) @ b (N,K)^T + bias                  out =
+//     matmul_fp8_qknorm          the same, and QK-norm of queries and keys                        out =, rstd =
 //     matmul_fp8_gelu            the same, and gelu = GELU(out), of the rounded out, in 8 bits    out =, gelu =
 //     matmul_fp8_gelu_backward   dinp = factor * a @ b^T * GELU'(inp), in 8 bits                  dinp =
 //                                partials[tile] = column sums of dinp                             partials =
@@ -22,10 +23,11 @@
 #include "fp8.cuh"
 #include "gelu.cuh"
 #include "hopper/matmul.cuh"
+#include "rope.cuh"
 
-// Block (384, with GELU 512); grid (at most as many blocks as items); shared memory: as in matmul.cu. Boxes of the
-// maps, rows x bytes: a 128 x 128, b 192 x 128 (narrow: 160 x 128, with GELU: 128 x 128); rows x columns: out 128 x 64
-// (narrow: 128 x 32).
+// Block (384, with GELU or QK-norm 512); grid (at most as many blocks as items); shared memory: as in matmul.cu. Boxes
+// of the maps, rows x bytes: a 128 x 128, b 192 x 128 (narrow: 160 x 128, with GELU or QK-norm: 128 x 128); rows x
+// columns: out 128 x 64 (narrow, with QK-norm: 128 x 32).
 template <int BN>
 __device__ __forceinline__ void multiply(const TensorMap& out, const TensorMap& a, const TensorMap& b,
                                          const element* bias, const float* a_scale, const float* b_scale, float scale,
@@ -45,13 +47,70 @@ MATMUL matmul_fp8_narrow(MAP out, MAP a, MAP b, const element* bias, const float
     multiply<NARROW_BN>(out, a, b, bias, a_scale, b_scale, scale, {M, N, K, band, 1});
 }
 
-// With GELU, an epilogue takes longer than a mainloop, mostly waiting for its own results: a warp for each scheduler is
-// not enough. So there are three consumers, with tiles of 128 columns.
+// With GELU or QK-norm, an epilogue takes longer than a mainloop, mostly waiting for its own results: a warp for each
+// scheduler is not enough. So there are three consumers, with tiles of 128 columns.
 constexpr int GELU_CONSUMERS = 3, GELU_BN = 128, GELU_THREADS = MATMUL_GELU_THREADS;
 static_assert(GELU_THREADS == (1 + GELU_CONSUMERS) * WARPGROUP, "as launched");
 static_assert(MATMUL_FP8_GELU_SHARED ==
                   (MATMUL_STAGES * (BM + GELU_BN) * BK + 2 * GELU_CONSUMERS * STRIP) * sizeof(element),
               "shared memory: the steps, and two strips for each consumer");
+
+#if MATMUL_FP8_QKNORM && defined(MODEL_QK_SCALE)
+// acc * factor + bias, then its queries and keys normalized, scaled and rotated, as qknorm.cu does, but before they are
+// rounded. A tile has whole heads; units are 8 columns, of which a thread has two.
+__device__ __forceinline__ void qknorm_tile(Accumulators<GELU_BN>& acc, float* rstd, const element* bias,
+                                            const float2* rope, float factor, float scale, float eps, int T,
+                                            const Item& item, const Sizes& z) {
+    constexpr int HEAD = HS / 8;  // units
+    const Layout at;
+#pragma unroll
+    for (int unit = 0; unit < GELU_BN / 8; unit++) {
+        const int c = item.column + 8 * unit;
+        const float2 b = as_floats(c < z.N ? *reinterpret_cast<const uint32*>(bias + c + 2 * at.t) : 0);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            float* const x = &acc[k / 2][4 * unit + k % 2 * 2];
+            x[0] = x[0] * factor + b.x, x[1] = x[1] * factor + b.y;
+        }
+    }
+#pragma unroll
+    for (int first = 0; first < GELU_BN / 8; first += HEAD) {
+        const int c = item.column + 8 * first;
+        if (c >= Q + KV) return;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const int row = item.row + at.row(k);
+            const float2* const angles = rope + int64(row % T) * (HS / 2) + at.t;
+            float squares = 0.0f;
+#pragma unroll
+            for (int j = 0; j < HEAD; j++) {
+                const float* const x = &acc[k / 2][4 * (first + j) + k % 2 * 2];
+                squares += x[0] * x[0] + x[1] * x[1];
+            }
+            const float r = 1.0f / sqrtf(quad_sum(squares) / HS + eps), times = c < Q ? r * scale : r;
+            if (at.t == 0 && row < z.M) rstd[int64(row) * (NH + NKV) + c / HS] = r;
+#pragma unroll
+            for (int j = 0; j < HEAD; j++) {
+                float* const x = &acc[k / 2][4 * (first + j) + k % 2 * 2];
+                const bool rotates = 4 * j < ROTATED_PAIRS;
+                const float2 pair = rotated(x[0] * times, x[1] * times, rotates ? angles[4 * j] : float2{1.0f, 0.0f});
+                x[0] = pair.x, x[1] = pair.y;
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(GELU_THREADS, 1)
+matmul_fp8_qknorm(MAP out, float* rstd, MAP a, MAP b, const element* bias, const float* a_scale, const float* b_scale,
+                  const float2* rope, float scale, float eps, int T, int M, int N, int K, int band) {
+    const Sizes z = {M, N, K, band, 1};
+    matmul<GELU_BN, 0, 0, false, 1, GELU_CONSUMERS>(
+        a, b, z, [&](Accumulators<GELU_BN>& acc, const Item& item, element* strips) {
+            qknorm_tile(acc, rstd, bias, rope, factor_of(a_scale, b_scale), scale, eps, T, item, z);
+            store_tile<GELU_BN>(out, acc, item, strips, 1.0f, nullptr, N);
+        });
+}
+#endif
 
 constexpr int HALF_COLUMNS = 32, HALF_STRIP = STRIP / 2;  // a half strip: elements of 128 x 32
 

@@ -146,6 +146,13 @@ class Fp8:
         kernels.launch("matmul_fp8" + "_narrow" * narrow, *out.shape, a.shape[1], kernels.result(out, narrow),
                        *self.operands_of(a, b, columns), bias, a_scale, b_scale, float(scale), columns=columns)
 
+    def multiply_qknorm(self, out, rstd, a, a_scale, b, b_scale, bias, *last):
+        """multiply's out (M,N), with QK-norm; rstd (M,2NH). last: rope, scale, eps and T, of qknorm_forward."""
+        kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
+        kernels.launch("matmul_fp8_qknorm", *out.shape, a.shape[1], kernels.result(out, True), rstd,
+                       *self.operands_of(a, b, columns), bias, a_scale, b_scale, *last, columns=columns,
+                       threads=self.device.geometry.MATMUL_GELU_THREADS)
+
     def multiply_gelu(self, out, gelu, a, a_scale, b, b_scale, bias, noted):
         """out (M,N), and gelu (M,N) in 8 bits = GELU(out) * its scale. noted: the arguments for its scale."""
         kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
@@ -197,6 +204,7 @@ class Fp8Linear(NamedTuple):
 
     fuses = False
     fuses_gelu = property(lambda self: self.fp8.fuses_gelu)
+    fuses_qknorm = property(lambda self: bool(self.fp8.device.geometry.MATMUL_FP8_QKNORM))
 
     def place_inp(self, inp, again=False):
         """Where a normalization writes inp (N,C): a Quantized. again: for the backward pass, which recomputes it."""
@@ -210,6 +218,11 @@ class Fp8Linear(NamedTuple):
         it."""
         plain = self.fcproj_inp(inp, made=self.fuses_gelu) if self.name == "fcproj" else inp.plain
         self.fp8.multiply(rows(out), plain, self.scale("inp"), self.of_this_layer("w"), self.scale("weight"), self.bias)
+
+    def forward_qknorm(self, out, rstd, inp, *last):
+        """The same of qkv, with QK-norm: see multiply_qknorm."""
+        self.fp8.multiply_qknorm(rows(out), rstd, inp.plain, self.scale("inp"), self.of_this_layer("w"),
+                                 self.scale("weight"), self.bias, *last)
 
     def fcproj_inp(self, inp, made=False, again=False):
         """fcproj's input (N,C) in 8 bits, `made` already or not. again: see quantize."""

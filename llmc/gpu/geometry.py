@@ -64,7 +64,7 @@ SHARED = {  # kernel -> the constant that says how many bytes of dynamic shared 
     "attention_backward_dkv": "ATTENTION_DKV_SHARED", "attention_backward_dkv_fp8": "ATTENTION_DKV_SHARED",
     **dict.fromkeys(KERNELS["norm_fp8"], "NORM_SHARED"),
     **{kernel: "MATMUL_SHARED" for layer in OWN_MATMULS for kernel in KERNELS[layer]},
-    "matmul_fp8_gelu": "MATMUL_FP8_GELU_SHARED", "matmul_fp8_gelu_backward": "MATMUL_FP8_GELU_SHARED",
+    **dict.fromkeys(("matmul_fp8_qknorm", "matmul_fp8_gelu", "matmul_fp8_gelu_backward"), "MATMUL_FP8_GELU_SHARED"),
 }
 
 
@@ -107,6 +107,8 @@ def kernel_files(architecture, config, precision, arch, matmul="auto"):
         names["classifier_capped"] = "hopper/classifier_capped"
         del names["classifier"], names["logits_bias"]
     more = {"hopper/attention": ATTENTION_FP8} if precision.fp8 else {}
+    if precision.fp8 and "qknorm" in names and geometry["matmul_fp8"]["MATMUL_FP8_QKNORM"]:
+        more["hopper/matmul_fp8"] = ("matmul_fp8_qknorm",)
     constants = model_constants(config, precision) | architecture.CONSTANTS
     for layer, name in names.items():
         kernels, numbers = KERNELS[layer] + more.get(name, ()), geometry.get(layer, {})
@@ -140,7 +142,8 @@ def layer_geometry(config, precision, arch):
         "attention": attention_geometry(config, precision, arch),
         "matmul": matmul, "matmul_swiglu": matmul,
         # columns of a tile of a result of C columns, whose inner dimension is long; 1600 is a multiple of 160
-        "matmul_fp8": matmul | {"MATMUL_FP8_LONG_BN": 160 if C % 192 and C % 160 == 0 else 192},
+        "matmul_fp8": matmul | {"MATMUL_FP8_LONG_BN": 160 if C % 192 and C % 160 == 0 else 192,
+                                "MATMUL_FP8_QKNORM": int(128 % config.HS == 0)},  # whether a tile has whole heads
         "fp8": {"FP8_SIDE": 64, "FP8_THREADS": 128, "FP8_HISTORY": FP8_HISTORY},
         "classifier": classifier_geometry(config, precision, arch),
         "classifier_capped": capped_geometry(config, precision, arch),

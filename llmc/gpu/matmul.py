@@ -25,8 +25,9 @@ class Linear(NamedTuple):
     bias: object = None  # (OC,), or None
     dweight: object = None  # (OC, C), or None: there is no backward pass
 
-    # whether there are kernels with SwiGLU and RoPE, in hopper/matmul_swiglu.cu; and with GELU
+    # whether there are kernels with SwiGLU and RoPE, in hopper/matmul_swiglu.cu; with GELU; in 8 bits, with QK-norm
     fuses = fuses_gelu = property(lambda self: bool(self.matmul.kernels))
+    fuses_qknorm = False
 
     def forward(self, out, inp):
         """out (N,OC) = inp (N,C) @ weight^T + bias."""
