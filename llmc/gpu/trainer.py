@@ -135,22 +135,19 @@ class Trainer(ForwardPasses):
             architecture = zero.on_several(architecture, zero.SharedPasses)
             optimizer = zero.on_several(optimizer, zero.SharedUpdate)
         super().__init__(architecture, config, settings, matmul)
-        self.ranks, self.precision, device = ranks, settings.precision, self.device
+        self.ranks, self.precision, device = ranks, (precision := settings.precision), self.device
         if ranks.size > 1:  # before check_memory, as NCCL takes memory, too
             self.peers = zero.Nccl(ranks)
-            with device.stream:
-                self.peers.connect(device.stream)
+        zeros = self.peers.allocate if self.peers else lambda size: cp.zeros(size, np.uint8)
         self.plan = check_memory(architecture, config, settings, device, text)
         with device.stream:
-            self.params = self.allocate_shared(architecture.parameter_table(config, self.precision.dtype))
-            self.grads = self.allocate_shared(architecture.parameter_table(config, self.precision.grads))
+            tables = [architecture.parameter_table(config, dtype) for dtype in (precision.dtype, precision.grads)]
+            self.params, self.grads = (views(table, zeros(table_bytes(table))) for table in tables)
             self.shares = Shares(self.params.table, ranks.size, optimizer.DECAY * settings.weight_decay,
                                  settings.decay == "all", rates=optimizer.RATES)
-            grads = received = flat(self.grads)  # received: of all ranks
+            received = grads = flat(self.grads)
             if ranks.size > 1:
-                received = self.peers.allocate(self.shares.received_size() * grads.itemsize).view(grads.dtype)
-                self.several = zero.Several(device, ranks, self.peers, self.shares, settings.own_micro_steps,
-                                            flat(self.params), grads, received)
+                received = zeros(self.shares.received_size() * grads.itemsize).view(grads.dtype)  # of all ranks
             self.optimizer = optimizer(matmul, settings, flat(self.params), received, self.shares, ranks.rank)
             copy_weights(device, self.params, params)
             if self.optimizer.master is not None:
@@ -160,8 +157,8 @@ class Trainer(ForwardPasses):
                 recomputed = recomputed_inputs(architecture, settings)
                 N, fuses_gelu = settings.B * settings.T, "gelu" in architecture.KERNELS
                 self.fp8 = self.model.fp8 = Fp8(matmul, self.params, N, recomputed, fuses_gelu)
-            if self.several:
-                self.model.several, self.several.optimizer, self.several.fp8 = self.several, self.optimizer, self.fp8
+            if ranks.size > 1:
+                self.several = self.model.several = zero.Several(self, received)
                 self.optimizer.share(self.several)
             self.acts = self.model.training_activations(settings.B, settings.T)
             matmul.allocate(transposed_elements(config, settings))
@@ -177,10 +174,6 @@ class Trainer(ForwardPasses):
         self.started, self.finished = [cp.cuda.Event() for _ in range(2)], [cp.cuda.Event() for _ in range(2)]
         self.steps_begun, self.graph = 0, None
         self.weights_behind = False  # other ranks have updated weights that have not arrived here
-
-    def allocate_shared(self, table):
-        """Tensors that NCCL can send, if there are several GPUs."""
-        return views(table, self.peers.allocate(table_bytes(table))) if self.peers else allocate(table, cp)
 
     # -- an update: prepare, once; then begin_step and end_step
 
@@ -199,11 +192,8 @@ class Trainer(ForwardPasses):
             self.model.micro_step(self, 0)
             if self.fp8:
                 self.fp8.forget()
-            if several := self.several:  # before the capture, because two ranks connect at their first message
-                for key in several.gradient_sends:
-                    several.send_gradients(key)
-                several.send_all_weights()
-                several.add_up(self.optimizer.scalars, self.optimizer.own_scalars)
+            if self.several:
+                self.several.connect()
             self.device.synchronize()
             if settings.graph:
                 self.graph = self.model.capture(self)

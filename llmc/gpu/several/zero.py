@@ -18,6 +18,7 @@ import warnings
 
 from llmc.errors import UserError
 from llmc.gpu.shares import CHUNKS, REST
+from llmc.tensors import flat
 
 
 class Nccl:
@@ -51,15 +52,6 @@ class Nccl:
         with self.errors_as_lines():
             unique_id = nccl.get_unique_id().hex() if ranks.is_first else None
             self.communicator = nccl.NcclCommunicator(ranks.size, bytes.fromhex(ranks.gather(unique_id)[0]), ranks.rank)
-
-    def connect(self, stream):
-        """Send the first messages, so that NCCL allocates its memory now."""
-        here, there = self.cupy.zeros((2, self.ranks), self.cupy.float32)
-        others = [rank for rank in range(self.ranks) if rank != self.rank]
-        self.exchange([(rank, here) for rank in others], [(rank, there) for rank in others], stream)
-        self.all_to_all(there, here, stream)
-        self.add_up(there, here, stream)
-        stream.synchronize()
 
     def allocate(self, size):
         """Allocate (size,) uint8 zeros on the GPU for collectives. All ranks must allocate the same, in one order."""
@@ -136,10 +128,12 @@ class Several:
     rank's new weights to all. Each large tensor is sent by one collective, the small ones by a group of point-to-point
     messages."""
 
-    def __init__(self, device, ranks, peers, shares, own_micro_steps, params, grads, received):
-        """peers: an Nccl; params, grads (parameters,), received (received_size,): on the GPU."""
-        self.device, self.ranks, self.peers, self.shares = device, ranks, peers, shares
-        self.own_micro_steps, self.optimizer, self.fp8 = own_micro_steps, None, None
+    def __init__(self, trainer, received):
+        """received (received_size,): the gradients of this rank's part of all ranks, on the GPU."""
+        self.device, self.optimizer, self.fp8 = trainer.device, trainer.optimizer, trainer.fp8
+        self.ranks, self.peers, self.shares = ranks, peers, shares = trainer.ranks, trainer.peers, trainer.shares
+        self.own_micro_steps = trainer.settings.own_micro_steps
+        params, grads = flat(trainer.params), flat(trainer.grads)
         self.gradients_arrived, self.weights_arrived = {}, {}  # events
         self.micro_batch = self.next_layer = None  # in a step: of the backward pass; whose weights are read next
         self.gradient_sends, self.weight_sends = collections.defaultdict(list), collections.defaultdict(list)
@@ -167,6 +161,13 @@ class Several:
             self.gradient_sends[key].insert(0, functools.partial(peers.exchange, *gradients))
             # last, because it is a kernel, which would wait behind AdamW's blocks
             self.weight_sends[key[1]].append(functools.partial(peers.exchange, sent, arriving))
+
+    def connect(self):
+        """Send each message once, before the capture, because two ranks connect at their first message."""
+        for key in self.gradient_sends:
+            self.send_gradients(key)
+        self.send_all_weights()
+        self.add_up(self.optimizer.scalars, self.optimizer.own_scalars)
 
     def send_gradients(self, key, computed=None):
         """Send and receive a matrix's gradients. key: (name, layer), (name, None) or REST; computed: an event to wait
