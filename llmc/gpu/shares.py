@@ -147,15 +147,9 @@ class OwnedShare(Owned):
 
     ranks = property(lambda self: self.shares.ranks)
 
-    def tensors(self, array):
-        """Yield (name, part of the array that is in this tensor)."""
-        for piece in self.shares.pieces(self.rank):
-            begin = 0
-            for name, row in self.table.items():
-                first, end = max(piece.begin, begin), min(piece.begin + piece.size, begin + row.size)
-                if first < end:
-                    yield name, array[piece.local + first - piece.begin : piece.local + end - piece.begin]
-                begin += row.size
+    def name_at(self, index):
+        piece = next(piece for piece in self.shares.pieces(self.rank) if index < piece.local + piece.size)
+        return super().name_at(piece.begin + index - piece.local)
 
     def read(self, f, header, hint):
         """Fill the arrays from the files of all ranks that wrote a state, any number of them; f: rank 0's."""
