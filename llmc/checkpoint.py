@@ -109,7 +109,7 @@ class Owned:
     state: dict  # name, as in the optimizer's STATE -> array
     exact: np.ndarray | None = None  # float32 weights, if the model's are rounded; or room to read them
 
-    rank, ranks = 0, 1  # llmc/gpu/shares.py has the share of one rank of several
+    rank, ranks = 0, 1  # llmc/gpu/several/zero.py has the share of one of several
 
     def name_at(self, index):
         """The tensor that an element of an array belongs to."""

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from llmc.checkpoint import Owned
 from llmc.errors import UserError
 from llmc.gpu.batch import batch_table, sort_tokens, sorted_tokens
 from llmc.gpu.decoder import Decoder, decode_files, decode_geometry
@@ -18,7 +19,7 @@ from llmc.gpu.geometry import check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import Matmul
 from llmc.gpu.memory import check_memory, group_bytes, recomputed_inputs, transposed_elements
 from llmc.gpu.precision import copy_weights
-from llmc.gpu.shares import OwnedShare, Shares
+from llmc.gpu.shares import Shares
 from llmc.loop import Update
 from llmc.outliers import RECENT, reason_to_skip
 from llmc.single_process import SINGLE_PROCESS
@@ -316,16 +317,18 @@ class Trainer(ForwardPasses):
         """Allocate room on the host for this rank's share of the optimizer state."""
         size, has_exact = self.shares.share_size(self.ranks.rank), self.optimizer.master is not None
         state = {name: np.empty(size, np.float32) for name in self.optimizer.STATE}
-        return self.owned(state, np.empty(size, np.float32) if has_exact or not self.precision.bf16 else None)
+        return self.share(state, np.empty(size, np.float32) if has_exact or not self.precision.bf16 else None)
 
     def state_now(self):
         """Copy this rank's share of the optimizer state to the host."""
         optimizer = self.optimizer
         with self.device.stream:
             state = {name: getattr(optimizer, name).get() for name in optimizer.STATE}
-            return self.owned(state, None if optimizer.master is None else optimizer.master.get())
+            exact = None if optimizer.master is None else optimizer.master.get()
+        return self.share(state, exact) if self.several else Owned(self.params.table, state, exact)
 
-    def owned(self, state, exact):
+    def share(self, state, exact):
+        from llmc.gpu.several.zero import OwnedShare  # here: one GPU needs it only to resume
         return OwnedShare(self.params.table, state, exact, self.shares, self.ranks.rank)
 
     def set_state(self, owned, has_exact, step, recent):
