@@ -74,11 +74,6 @@ def open_gpu(arch="native", local_rank=0):
     name, major, minor = properties["name"].decode(), properties["major"], properties["minor"]
     if (major, minor) < (7, 5):
         raise UserError(f"{name} has compute capability {major}.{minor}, expected 7.5 or newer; {INSTEAD}")
-    try:
-        cp.cuda.runtime.memGetInfo()  # creates the context
-    except cp.cuda.runtime.CUDARuntimeError as error:
-        raise UserError(f"{name}: {str(error).split(': ')[-1]}: does another process hold its memory? See nvidia-smi;"
-                        f" {INSTEAD}") from None
     suffix = "a" if major >= 9 and arch == "native" else ""  # instructions of this generation alone: wgmma on Hopper
     return GPU(name, f"sm_{major}{minor}{suffix}", properties["multiProcessorCount"],
                properties["sharedMemPerBlockOptin"])
@@ -90,8 +85,9 @@ def try_gpu(device, open_on):
     gpu = None
     if device != "cpu":
         try:
-            gpu = open_gpu()
-            return open_on(gpu)
+            with gpu_errors_as_lines():
+                gpu = open_gpu()
+                return open_on(gpu)
         except UserError as error:
             if device == "gpu":
                 raise UserError(str(error).replace(INSTEAD, "with no GPU, leave out --device gpu")) from None
@@ -143,11 +139,8 @@ class Device:
         paths, self.compiled = prepare_kernels(gpu.arch, files)
         self.cached = len(files) - self.compiled
         for file, path in zip(files, paths):
-            try:
-                module = cp.RawModule(path=path)
-                self.functions |= {name: module.get_function(name) for name in file.kernels}
-            except cp.cuda.driver.CUDADriverError as error:
-                raise UserError(f"{path}: cannot be loaded ({error}): if it is damaged, remove it") from None
+            module = cp.RawModule(path=path)
+            self.functions |= {name: module.get_function(name) for name in file.kernels}
             self.shared |= file.shared
         for name, size in self.shared.items():
             self.functions[name].max_dynamic_shared_size_bytes = size

@@ -5,8 +5,8 @@ Each rank computes the gradients of its own micro-batches, and holds only its sh
 float32 weights and, with gradient accumulation, float32 sums of gradients. During each backward pass, it sends every
 other rank that one's part of each matrix's gradient, as soon as it is computed. The owner adds them up in the order of
 the micro-batches, whichever ranks computed them, so that an update has the same bits on 1, 2, 4, 8 or 16 GPUs. This
-moves as many bytes as a reduce-scatter. The new weights arrive before the next forward pass needs them. A checkpoint has
-a file of each rank's share, from which any number of ranks can resume.
+moves as many bytes as a reduce-scatter. The new weights arrive before the next forward pass needs them. A checkpoint
+has a file of each rank's share, from which any number of ranks can resume.
 """
 
 import collections
