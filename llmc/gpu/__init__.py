@@ -14,5 +14,5 @@
     launcher    on how many GPUs a program runs
     shares      which rank owns which parameters
     several/    what only a run on more than one GPU uses
-    lines       what a run prints: MFU, --lines llmc
+    lines       MFU's peak
 """

@@ -1,9 +1,6 @@
-"""What a run on a GPU prints beyond llmc/progress.py: the MFU's peak, and the lines of llm.c's CUDA program."""
+"""The peak of which the MFU that a run prints is a fraction."""
 
 import re
-
-from llmc.gpu.precision import describe_precision
-from llmc.progress import LlmcLines, print_table
 
 
 def flops_per_token(parameters, config, T):
@@ -32,38 +29,3 @@ def peak_rate(gpu, ranks, settings, config, parameters):
     """Tokens/s at which training would use all FLOP/s of `ranks` GPUs; None if their peak is not known."""
     peak = peak_flops(gpu.name, settings.precision.matmul)
     return peak and ranks * peak / flops_per_token(parameters, config, settings.T)
-
-
-class LlmcCudaLines(LlmcLines):
-    """The lines of llm.c's CUDA program of April 2024, to the byte, with --lines llmc."""
-
-    counts_from = 1
-
-    def header(self, device, peak):
-        settings, config, loop, val = self.settings, self.loop.config, self.loop, self.loop.val_loader
-        if settings.verbose:
-            print_table([list(vars(settings).items())])
-        run = [("training data", settings.data), ("output", settings.output or "none"), ("batch size B", settings.B),
-               ("sequence length T", settings.T), ("tokens in an update", settings.update_tokens),
-               ("learning rate", f"{settings.learning_rate:e}"), ("updates", settings.steps),
-               ("validate every", settings.val_every),
-               ("validation batches", min(settings.val_batches, val.whole_batches) if val else 0),
-               ("sample every", settings.sample_every), ("tokens in a sample", settings.sample_tokens)]
-        model = [("model", loop.model_path), ("max_seq_len", config.maxT), ("vocab_size", config.V),
-                 ("padded_vocab_size", config.Vp), ("num_layers", config.L), ("num_heads", config.NH),
-                 ("channels", config.C), ("num_parameters", loop.parameters)]
-        precision = describe_precision(settings)
-        device = [("device", device.removesuffix(f", {precision}")), ("precision", precision)]
-        data = [("train batches", loop.train_loader.num_batches), ("val batches", val.num_batches if val else 0)]
-        print_table([run, device, model, data])
-
-    def memory(self, plan):
-        for size, what in plan:
-            print(f"allocated {-(-size // (1 << 20))} MiB for {what}")
-
-    def training_line(self, step, update, learning_rate, left):
-        took = f"{update.seconds * 1000:f} ms, {self.settings.update_tokens / update.seconds:.0f} tok/s"
-        return f"step {step + 1:4d}/{self.settings.steps}: train loss {update.loss:f} ({took})"
-
-    def print_end(self, steps):
-        print(f"total average iteration time: {1000 * self.seconds / steps:f} ms")
