@@ -13,6 +13,7 @@
     decoder     text: passes with a KV cache, sampling
     launcher    on how many GPUs a program runs
     shares      which rank owns which parameters
-    several/    what only a run on more than one GPU uses
+    several/    what only a run on more than one GPU uses: ranks, its processes; zero, ZeRO: sending gradients and
+                weights by NCCL, and each rank's share of a checkpoint
     lines       MFU's peak
 """

@@ -303,10 +303,9 @@ class Trainer(ForwardPasses):
 
     def to_host(self, tensors):
         """Copy params or grads or, on one GPU, an array of the optimizer's state to the host, as float32 Tensors."""
-        table = {name: row._replace(dtype="float32") for name, row in self.params.table.items()}
         array = flat(tensors) if isinstance(tensors, Tensors) else tensors
         with self.device.stream:
-            return views(table, to_float32(array).view(np.uint8))
+            return views(self.architecture.parameter_table(self.config), to_float32(array).view(np.uint8))
 
     def params_now(self):
         """Copy the weights to the host unchanged: bfloat16 bits in a bfloat16 run."""
