@@ -6,9 +6,8 @@
     precision   the dtypes of a run
     matmul      matrix multiplication by our kernels or, in cublaslt, by NVIDIA's library
     fp8         matmuls of 8-bit operands, and their scales
-    trainer     what surrounds a page's step: buffers, batches, reports, copies of the state
+    trainer     what surrounds a page's step: buffers and whether they fit, batches, reports, state
     batch       a micro-batch on the GPU: tokens, and their positions sorted
-    memory      what the trainer allocates, and whether it fits
     saver       checkpoints of a trainer, written while training goes on
     decoder     text: passes with a KV cache, sampling
     launcher    on how many GPUs a program runs
