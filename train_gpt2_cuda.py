@@ -41,9 +41,8 @@ from llmc.gpu.device import copy_to_gpu, cp, describe_gpu, open_gpu, pointer
 from llmc.gpu.geometry import (ATTENTION_ROWS, BLOCK_THREADS, ENCODER_PIECE, MATMUL_ROWS, ROW_GROUPS, WARP, blocks,
                                hopper_matmul, pack)
 from llmc.gpu.launcher import on_ranks
-from llmc.gpu.lines import LlmcCudaLines, peak_rate
 from llmc.gpu.matmul import ALIGN, Linear, Quantized
-from llmc.gpu.precision import Precision, describe_precision, has_bfloat16, resolve_dtype
+from llmc.gpu.precision import Precision, describe_precision, has_bfloat16, peak_rate, resolve_dtype
 from llmc.gpu.saver import TrainerSaver
 from llmc.gpu.shares import CHUNKS
 from llmc.gpu.trainer import open_trainer
@@ -826,7 +825,7 @@ def run(architecture, settings, ranks):
     resolve = functools.partial(architecture.resolve_auto, arch=gpu.arch)
     resolve(settings)  # only to fail early: Loop repeats it
     with (locked(settings.output_dir if ranks.is_first else None),
-          Loop(settings, architecture, ranks, resolve, LlmcCudaLines) as loop):
+          Loop(settings, architecture, ranks, resolve) as loop):
         settings = loop.settings
         ranks.check_alike(gpu, settings, loop.config, loop.params, loop.train_loader, loop.val_loader)
         peak = peak_rate(gpu, ranks.size, settings, loop.config, loop.parameters)

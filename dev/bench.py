@@ -46,9 +46,8 @@ from llmc.files import replacing
 from llmc.gpu.decoder import open_decoder
 from llmc.gpu.device import count_gpus, cp, gpu_errors_as_lines, open_gpu
 from llmc.gpu.fp8 import Fp8
-from llmc.gpu.lines import flops_per_token, peak_flops
 from llmc.gpu.matmul import Linear
-from llmc.gpu.precision import Precision
+from llmc.gpu.precision import Precision, flops_per_token, peak_flops
 from llmc.sampler import Choice
 from llmc.settings import Settings
 from llmc.tensors import Row, allocate, bf16_bits, flat, layer, table_elements

@@ -9,7 +9,8 @@
     huggingface, vocabulary   Hugging Face's folders; text to ids and back
     resume      a run's checkpoints: saving one, resuming from one
     dataloader, shuffle   token files, and the order in which they are read
-    logger, progress   main.log and main.csv; what a run prints: header, step lines, a progress bar on a terminal
+    logger, progress, llmc_lines   main.log and main.csv; what a run prints: header, step lines, a progress bar on a
+                terminal; llm.c's lines instead
     hellaswag, tokenizer, sampler, schedulers; outliers: which updates to skip
     threads     OpenBLAS's settings, and threads for what NumPy does on one core
     errors      one line and an exit status for every error that a user can cause; Ctrl-C and SIGTERM

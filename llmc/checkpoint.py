@@ -2,6 +2,7 @@
 model has version 1 (float32, V rows in the vocabulary's tensors), 3 (float32, Vp rows) or 5 (bfloat16, Vp rows)."""
 
 import dataclasses
+import itertools
 import os
 import zlib
 from typing import NamedTuple
@@ -9,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.files import (HEADER_BYTES, OPTIMIZER_MAGIC, check_size, chunks, export_hint, make_header, open_input,
-                        read_header, read_into, replacing)
+from llmc.files import (FILE_CHUNK, HEADER_BYTES, OPTIMIZER_MAGIC, check_size, chunks, export_hint, make_header,
+                        open_input, read_header, read_into, replacing)
 from llmc.shuffle import Position, read_shuffle, write_shuffle
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32, check_finite, flat, table_elements
 
@@ -108,14 +109,12 @@ class Owned:
     state: dict  # name, as in the optimizer's STATE -> array
     exact: np.ndarray | None = None  # float32 weights, if the model's are rounded; or room to read them
 
-    rank, ranks = 0, 1  # llmc/gpu/shares.py has the share of one rank of several
+    rank, ranks = 0, 1  # llmc/gpu/several/zero.py has the share of one of several
 
-    def tensors(self, array):
-        """Yield (name, its part of the array) for each tensor."""
-        begin = 0
-        for name, row in self.table.items():
-            yield name, array[begin : begin + row.size]
-            begin += row.size
+    def name_at(self, index):
+        """The tensor that an element of an array belongs to."""
+        ends = itertools.accumulate(row.size for row in self.table.values())
+        return next(name for name, end in zip(self.table, ends) if index < end)
 
     def in_file(self, has_exact):
         """{name: array} in the order of a state file; None: there is no room for float32 weights."""
@@ -124,8 +123,9 @@ class Owned:
     def check(self, where, hint):
         """Raise UserError for values that are not finite."""
         for kind, array in self.in_file(self.exact is not None).items():
-            for name, part in self.tensors(array):
-                if not all(np.isfinite(piece).all() for piece in chunks(part)):
+            for i, piece in enumerate(chunks(array)):
+                if not (finite := np.isfinite(piece)).all():
+                    name = self.name_at(i * FILE_CHUNK + int(finite.argmin()))
                     raise UserError(f"{where}: the optimizer's {kind}: tensor {name} holds NaN or infinity; {hint}")
 
     def read(self, f, header, hint):

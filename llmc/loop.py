@@ -19,7 +19,7 @@ from llmc.errors import DIVERGED, Interrupted, Interruption, UserError
 from llmc.files import EXPORT, HELLASWAG
 from llmc.logger import Log
 from llmc.outliers import notes_on, read_recent
-from llmc.progress import Console, LlmcLines
+from llmc.progress import Console
 from llmc.resume import find_checkpoint, notes_of, read_start, restore, save_checkpoint, stopped
 from llmc.sampler import Choice, Random, end_of_text, print_sample
 from llmc.schedulers import learning_rate_at
@@ -44,9 +44,9 @@ class Loop(contextlib.AbstractContextManager):
     """A run, as a page's main() uses it. It reads tokenizer, model (config, params) and data. `start` gets the page's
     model, and resumes. Iteration yields the step of each update; the page passes its Update to `report`."""
 
-    def __init__(self, settings, architecture, ranks=SINGLE_PROCESS, resolve=None, lines=LlmcLines):
-        """architecture: a page's class; ranks: see single_process.py; resolve: fills in the settings that depend on the
-        device; lines: the printer of --lines llmc. Raises UserError if files do not fit each other or the settings."""
+    def __init__(self, settings, architecture, ranks=SINGLE_PROCESS, resolve=None):
+        """architecture: a page's class; ranks: see single_process.py; resolve: on a GPU, fills in the settings that
+        depend on it. Raises UserError if files do not fit each other or the settings."""
         self.ranks, self.architecture, self.status = ranks, architecture, 0
         self.first_step = ranks.gather(find_checkpoint(settings) if ranks.is_first else None)[0]
         self.tokenizer = load_tokenizer(settings)
@@ -74,7 +74,11 @@ class Loop(contextlib.AbstractContextManager):
         if self.begin > self.settings.steps:
             raise UserError(f"{settings.output}: its checkpoint is of step {self.begin}, beyond -x"
                             f" {self.settings.steps}: pass a larger -x")
-        self.console = (Console if settings.lines == "short" else lines)(self)
+        lines = Console
+        if settings.lines == "llmc":
+            from llmc.llmc_lines import LlmcCudaLines, LlmcLines  # here: few runs need them
+            lines = LlmcCudaLines if resolve else LlmcLines
+        self.console = lines(self)
 
     def __exit__(self, kind, *_):
         self.console.erase()

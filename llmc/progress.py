@@ -150,32 +150,3 @@ class Console:
     def erase(self):
         if self.bar:
             self.bar.clear()
-
-
-class LlmcLines(Console):
-    """The lines of llm.c's CPU program of April 2024, to the byte, with --lines llmc."""
-
-    counts_from, has_bar = 0, False
-
-    def header(self, device, peak):
-        config, train, val = self.loop.config, self.loop.train_loader, self.loop.val_loader
-        print(f"[{self.loop.architecture.TITLE}]")
-        for name, value in (("max_seq_len", config.maxT), ("vocab_size", config.V), ("num_layers", config.L),
-                            ("num_heads", config.NH), ("channels", config.C), ("num_parameters", self.loop.parameters),
-                            ("train dataset num_batches", train.num_batches),
-                            ("val dataset num_batches", val.num_batches if val else 0)):
-            print(f"{name}: {value}")
-
-    def memory(self, plan):
-        print(f"num_activations: {next(size for size, what in plan if what == 'activations') // 4}")
-
-    def validation(self, step, loss):
-        print(f"val loss {loss:f}")
-
-    def training_line(self, step, update, learning_rate, left):
-        return f"step {step}: train loss {update.loss:f} (took {update.seconds * 1000:f} ms)"
-
-    def nothing(self, *_):
-        """The program has no such lines."""
-
-    overfits = print_end = nothing

@@ -26,7 +26,7 @@ import torch
 
 import compare_losses
 import generate
-import llmc.gpu.lines
+import llmc.gpu.precision
 import llmc.loop
 import llmc.progress
 import plot_log
@@ -196,7 +196,7 @@ def test_durations_and_utilization():
     for name, bf16 in (("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A10G", 70e12),
                        ("NVIDIA A10", 125e12), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
                        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("a fake GPU", None)):
-        assert llmc.gpu.lines.peak_flops(name, "bf16") == bf16, name
+        assert llmc.gpu.precision.peak_flops(name, "bf16") == bf16, name
 
 
 def test_samples_and_validation(workplace, train):

@@ -28,8 +28,7 @@ from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import cp
 from llmc.errors import UserError
 from llmc.gpu.geometry import check_sizes, launch_geometry
-from llmc.gpu.memory import RESERVE, check_memory, memory_plan
-from llmc.gpu.trainer import Trainer, open_trainer
+from llmc.gpu.trainer import RESERVE, Trainer, check_memory, memory_plan, open_trainer
 from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint
 from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, bf16_bits, flat, views

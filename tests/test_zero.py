@@ -31,8 +31,8 @@ from llmc.resume import checkpoint_paths, find_checkpoint, newest_checkpoint
 from llmc.shuffle import Position
 from llmc.tensors import Row, allocate, flat
 from llmc.gpu.several.ranks import LOST, Ranks
-from llmc.gpu.several.zero import Nccl, matrix_parts
-from llmc.gpu.shares import PARTS, UPDATE_CHUNK, OwnedShare, Shares
+from llmc.gpu.several.zero import Nccl, OwnedShare, matrix_parts
+from llmc.gpu.shares import PARTS, UPDATE_CHUNK, Shares
 from train_gpt2 import Config
 from train_speedrun_cuda import Muon
 

@@ -1,24 +1,17 @@
-"""Which rank owns which elements of the parameters, and the files in which each rank saves its share. Every rank owns a
-part of each layer's matrices, and of each run of adjacent other tensors, so that each transfer keeps all ranks busy."""
+"""Which rank owns which elements of the parameters. Every rank owns a part of each layer's matrices, and of each run of
+adjacent other tensors, so that each transfer keeps all ranks busy."""
 
 import bisect
-import contextlib
-import dataclasses
 import functools
 import itertools
 from typing import NamedTuple
 
 import numpy as np
 
-from llmc.checkpoint import Owned, check_state_size, is_whole, rank_path, read_state_header
-from llmc.errors import UserError
-from llmc.files import HEADER_BYTES, open_input, read_into
-
 PARTS = 16  # of a segment, which no chunk crosses: chunks are the same for any number of ranks that divides 16
 UPDATE_CHUNK = 8192  # elements, at most
 CHUNKS = np.dtype([("local", "i8"), ("flat", "i8"), ("received", "i8"), ("stride", "i4"), ("count", "i4"),
                    ("index", "i4"), ("rate", "f4"), ("decay", "f4"), ("at_random", "i4")], align=True)  # update.cuh's
-LARGE = 1 << 22  # elements
 REST = None, None  # instead of a matrix's (name, layer): embeddings, biases, layernorms
 
 
@@ -71,8 +64,6 @@ class Shares:
                     before = self.segments.pop()
                     segment = before._replace(size=before.size + segment.size)
                 self.segments.append(segment)
-        self.layers = 1 + max((segment.layer for segment in self.segments if segment.layer is not None), default=-1)
-        self.first_matrix = next((segment.name for segment in self.segments if segment.layer == 0), None)
 
     def pieces(self, rank):
         """The Pieces of a rank, in the flat buffer's order."""
@@ -97,11 +88,6 @@ class Shares:
         """(begin, size) of each rank's part, in the flat buffer."""
         edges = [segment.begin + self.cut(segment.size, rank, self.ranks) for rank in range(self.ranks + 1)]
         return [(begin, end - begin) for begin, end in itertools.pairwise(edges)]
-
-    def goes_to_all_at_once(self, segment):
-        """Whether a segment has a collective of its own, which needs equal parts. A copy engine takes 20 us to start,
-        which nothing hides at the end of a backward pass: of the rest, only large segments go this way."""
-        return segment.size % (8 * self.ranks) == 0 and (segment.name is not None or segment.size >= LARGE)
 
     def share_size(self, rank):
         """Elements that a rank owns; the last rank owns the most."""
@@ -136,52 +122,3 @@ class Shares:
         if self.ranks == 1:
             return flat
         return np.concatenate([flat[:0], *(flat[at.begin : at.begin + at.size] for at in self.pieces(rank))])
-
-
-@dataclasses.dataclass
-class OwnedShare(Owned):
-    """The optimizer state of one rank of several, on the host: as Owned, of its pieces."""
-
-    shares: Shares = None
-    rank: int = 0
-
-    ranks = property(lambda self: self.shares.ranks)
-
-    def tensors(self, array):
-        """Yield (name, part of the array that is in this tensor)."""
-        for piece in self.shares.pieces(self.rank):
-            begin = 0
-            for name, row in self.table.items():
-                first, end = max(piece.begin, begin), min(piece.begin + piece.size, begin + row.size)
-                if first < end:
-                    yield name, array[piece.local + first - piece.begin : piece.local + end - piece.begin]
-                begin += row.size
-
-    def read(self, f, header, hint):
-        """Fill the arrays from the files of all ranks that wrote a state, any number of them; f: rank 0's."""
-        ranks, ours, arrays = int(header[2]), bool(header[40]), self.in_file(header[4]).values()
-        if ranks > 1 and not ours and is_whole(f, len(arrays) * self.shares.size):
-            ranks = 1  # llm.c without ZeRO: each rank's file has all
-        sources = Shares(self.table, ranks, llmc=not ours)
-        with contextlib.ExitStack() as stack:
-            files = [(f, header)]
-            for rank in range(1, ranks):
-                other = stack.enter_context(open_input(rank_path(f.name, rank), hint))
-                files.append((other, read_state_header(other, hint)))
-                different = [slot for slot in (2, 4, 5, 10, 43, 44) if files[-1][1][slot] != header[slot]]
-                if different or files[-1][1][3] != rank:
-                    raise UserError(f"{other.name}: does not belong to {f.name}; {hint}")
-            ends = [check_state_size(*file, len(arrays) * sources.share_size(rank), sources.size, hint)
-                    for rank, file in enumerate(files)]
-            for i, array in enumerate(arrays):
-                for rank, (source, _) in enumerate(files) if array is not None else ():
-                    self.read_from(source, HEADER_BYTES + 4 * i * sources.share_size(rank), sources.pieces(rank), array)
-        return ends[0]
-
-    def read_from(self, f, start, sources, array):
-        """Read what `array` needs from one rank's file, in which that rank's array begins at byte `start`."""
-        for source, target in itertools.product(sources, self.shares.pieces(self.rank)):
-            first, end = max(source.begin, target.begin), min(source.begin + source.size, target.begin + target.size)
-            if first < end:
-                f.seek(start + 4 * (source.local + first - source.begin))
-                read_into(f, array[target.local + first - target.begin : target.local + end - target.begin])

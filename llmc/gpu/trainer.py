@@ -1,28 +1,32 @@
-"""What surrounds a training step on a GPU: buffers, batches in pinned memory, reports, copies of the state.
+"""What surrounds a training step on a GPU: buffers and whether they fit, batches in pinned memory, reports, copies of
+the state.
 
 It knows parameters, gradients and steps, but no layer: an architecture is a class like GPT2 of train_gpt2_cuda.py, with
 parameter_table and tables, which say what to allocate, Optimizer, and what decoder.py asks for. Its instances have
 activations (among them `losses`, (B, T)), trunk, classify, micro_step, train_step and capture.
 """
 
+import bisect
+import dataclasses
 import time
 from types import SimpleNamespace
 
 import numpy as np
 
+from llmc.checkpoint import Owned
 from llmc.errors import UserError
 from llmc.gpu.batch import batch_table, sort_tokens, sorted_tokens
+from llmc.gpu.cublaslt import WORKSPACE
 from llmc.gpu.decoder import Decoder, decode_files, decode_geometry
 from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, record_event, to_float32
 from llmc.gpu.geometry import check_sizes, kernel_files, launch_geometry
-from llmc.gpu.matmul import Matmul
-from llmc.gpu.memory import check_memory, group_bytes, recomputed_inputs, transposed_elements
+from llmc.gpu.matmul import ALIGN, Matmul
 from llmc.gpu.precision import copy_weights
-from llmc.gpu.shares import OwnedShare, Shares
+from llmc.gpu.shares import Shares
 from llmc.loop import Update
 from llmc.outliers import RECENT, reason_to_skip
 from llmc.single_process import SINGLE_PROCESS
-from llmc.tensors import Tensors, allocate, flat, table_bytes, views
+from llmc.tensors import Row, Tensors, allocate, flat, table_bytes, views
 
 NOT_READY = 600  # cudaErrorNotReady
 CALIBRATIONS = 4  # passes that find FP8's first scales
@@ -56,6 +60,74 @@ def open_trainer(architecture, gpu, config, params, settings, ranks=SINGLE_PROCE
     device, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul, text)
     print(f"kernels: {device.compiled} compiled, {device.cached} from the cache")
     return Trainer(architecture, config, settings, matmul, params, ranks, text)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what a trainer allocates on the GPU, and whether it fits
+
+RESERVE = 256 << 20  # bytes kept free: for cuBLASLt's kernels, the graph, small tables and rounding up
+
+
+def group_bytes(group):
+    """Bytes of the largest of the tables that share a buffer."""
+    return max(table_bytes(table, ALIGN) for table in group.values())
+
+
+def memory_plan(architecture, config, settings, device, text=False):
+    """What the trainer allocates: [(bytes, what for)]. text: a Decoder, too."""
+    B, T, precision, ranks = settings.B, settings.T, settings.precision, settings.gpus
+    shares = Shares(architecture.parameter_table(config), ranks)
+    state = architecture.Optimizer.table(settings, shares, ranks - 1)
+    tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
+    operands = []
+    if precision.fp8:
+        from llmc.gpu.fp8 import operand_table
+        operands = operand_table(shares.table, B * T, recomputed_inputs(architecture, settings))
+        operands = [(table_bytes(operands, ALIGN), "operands in 8 bits")]
+    decoder = Decoder.tables(architecture, config, precision, 1, T, device.geometry) if text else ()
+    return [
+        (table_bytes(architecture.parameter_table(config, precision.dtype)), "parameters"),
+        (table_bytes(architecture.parameter_table(config, precision.grads)), "gradients"),
+        *([(Row((shares.received_size(),), precision.grads).bytes(), "gradients of all ranks")] if ranks > 1 else []),
+        *((row.bytes(ALIGN), f"{architecture.Optimizer.__name__}'s {name}") for name, row in state.items()),
+        *((group_bytes(group), what) for what, group in tables.items()),
+        *operands,
+        *([(sum(table_bytes(table, ALIGN) for table in decoder), "text")] if text else []),
+        (2 * WORKSPACE + 4 * transposed_elements(config, settings), "matmul workspaces"),
+        (table_bytes(batch_table(B, T, settings.own_micro_steps)) + (64 << 10), "the batch"),
+    ]
+
+
+def transposed_elements(config, settings):
+    """Elements of the scratch of Matmul.cublaslt_transposed, which float32 needs."""
+    return 0 if settings.precision.bf16 else settings.B * settings.T * config.C
+
+
+def recomputed_inputs(architecture, settings):
+    """The linear layers with FP8 operands whose input the backward pass recomputes."""
+    return [name for name, row in architecture.READS.items() if row in architecture.RECOMPUTED[settings.recompute]]
+
+
+def check_memory(architecture, config, settings, device, text=False):
+    """Return the memory_plan. If it does not fit, raise UserError: memory needed, memory free, what would fit."""
+
+    def needed(**changed):
+        plan = memory_plan(architecture, config, dataclasses.replace(settings, **changed), device, text)
+        return sum(size for size, _ in plan)
+
+    free = cp.cuda.runtime.memGetInfo()[0] - RESERVE
+    if needed() > free:
+        batches = [B for B in range(1, min(settings.B, 1 << 16))  # smaller ones that -d allows
+                   if settings.total_batch_size % (B * settings.T * settings.gpus) == 0]
+        fits = bisect.bisect_left(batches, True, key=lambda B: needed(B=B) > free)
+        hint = f"not even -b {min(batches, default=settings.B)} fits: take a smaller -t or model"
+        if fits:
+            hint = f"the largest batch that fits is -b {batches[fits - 1]}"
+        if needed(recompute=2) <= free:
+            hint += ", or pass --recompute 2"
+        raise UserError(f"-b {settings.B} -t {settings.T} needs {needed() + RESERVE >> 20} MiB of GPU memory,"
+                        f" {free + RESERVE >> 20} MiB are free; {hint}")
+    return memory_plan(architecture, config, settings, device, text)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -135,22 +207,19 @@ class Trainer(ForwardPasses):
             architecture = zero.on_several(architecture, zero.SharedPasses)
             optimizer = zero.on_several(optimizer, zero.SharedUpdate)
         super().__init__(architecture, config, settings, matmul)
-        self.ranks, self.precision, device = ranks, settings.precision, self.device
+        self.ranks, self.precision, device = ranks, (precision := settings.precision), self.device
         if ranks.size > 1:  # before check_memory, as NCCL takes memory, too
             self.peers = zero.Nccl(ranks)
-            with device.stream:
-                self.peers.connect(device.stream)
+        zeros = self.peers.allocate if self.peers else lambda size: cp.zeros(size, np.uint8)
         self.plan = check_memory(architecture, config, settings, device, text)
         with device.stream:
-            self.params = self.allocate_shared(architecture.parameter_table(config, self.precision.dtype))
-            self.grads = self.allocate_shared(architecture.parameter_table(config, self.precision.grads))
+            tables = [architecture.parameter_table(config, dtype) for dtype in (precision.dtype, precision.grads)]
+            self.params, self.grads = (views(table, zeros(table_bytes(table))) for table in tables)
             self.shares = Shares(self.params.table, ranks.size, optimizer.DECAY * settings.weight_decay,
                                  settings.decay == "all", rates=optimizer.RATES)
-            grads = received = flat(self.grads)  # received: of all ranks
+            received = grads = flat(self.grads)
             if ranks.size > 1:
-                received = self.peers.allocate(self.shares.received_size() * grads.itemsize).view(grads.dtype)
-                self.several = zero.Several(device, ranks, self.peers, self.shares, settings.own_micro_steps,
-                                            flat(self.params), grads, received)
+                received = zeros(self.shares.received_size() * grads.itemsize).view(grads.dtype)  # of all ranks
             self.optimizer = optimizer(matmul, settings, flat(self.params), received, self.shares, ranks.rank)
             copy_weights(device, self.params, params)
             if self.optimizer.master is not None:
@@ -160,8 +229,8 @@ class Trainer(ForwardPasses):
                 recomputed = recomputed_inputs(architecture, settings)
                 N, fuses_gelu = settings.B * settings.T, "gelu" in architecture.KERNELS
                 self.fp8 = self.model.fp8 = Fp8(matmul, self.params, N, recomputed, fuses_gelu)
-            if self.several:
-                self.model.several, self.several.optimizer, self.several.fp8 = self.several, self.optimizer, self.fp8
+            if ranks.size > 1:
+                self.several = self.model.several = zero.Several(self, received)
                 self.optimizer.share(self.several)
             self.acts = self.model.training_activations(settings.B, settings.T)
             matmul.allocate(transposed_elements(config, settings))
@@ -177,10 +246,6 @@ class Trainer(ForwardPasses):
         self.started, self.finished = [cp.cuda.Event() for _ in range(2)], [cp.cuda.Event() for _ in range(2)]
         self.steps_begun, self.graph = 0, None
         self.weights_behind = False  # other ranks have updated weights that have not arrived here
-
-    def allocate_shared(self, table):
-        """Tensors that NCCL can send, if there are several GPUs."""
-        return views(table, self.peers.allocate(table_bytes(table))) if self.peers else allocate(table, cp)
 
     # -- an update: prepare, once; then begin_step and end_step
 
@@ -199,11 +264,8 @@ class Trainer(ForwardPasses):
             self.model.micro_step(self, 0)
             if self.fp8:
                 self.fp8.forget()
-            if several := self.several:  # before the capture, because two ranks connect at their first message
-                for key in several.gradient_sends:
-                    several.send_gradients(key)
-                several.send_all_weights()
-                several.add_up(self.optimizer.scalars, self.optimizer.own_scalars)
+            if self.several:
+                self.several.connect()
             self.device.synchronize()
             if settings.graph:
                 self.graph = self.model.capture(self)
@@ -312,10 +374,9 @@ class Trainer(ForwardPasses):
 
     def to_host(self, tensors):
         """Copy params or grads or, on one GPU, an array of the optimizer's state to the host, as float32 Tensors."""
-        table = {name: row._replace(dtype="float32") for name, row in self.params.table.items()}
         array = flat(tensors) if isinstance(tensors, Tensors) else tensors
         with self.device.stream:
-            return views(table, to_float32(array).view(np.uint8))
+            return views(self.architecture.parameter_table(self.config), to_float32(array).view(np.uint8))
 
     def params_now(self):
         """Copy the weights to the host unchanged: bfloat16 bits in a bfloat16 run."""
@@ -326,16 +387,18 @@ class Trainer(ForwardPasses):
         """Allocate room on the host for this rank's share of the optimizer state."""
         size, has_exact = self.shares.share_size(self.ranks.rank), self.optimizer.master is not None
         state = {name: np.empty(size, np.float32) for name in self.optimizer.STATE}
-        return self.owned(state, np.empty(size, np.float32) if has_exact or not self.precision.bf16 else None)
+        return self.share(state, np.empty(size, np.float32) if has_exact or not self.precision.bf16 else None)
 
     def state_now(self):
         """Copy this rank's share of the optimizer state to the host."""
         optimizer = self.optimizer
         with self.device.stream:
             state = {name: getattr(optimizer, name).get() for name in optimizer.STATE}
-            return self.owned(state, None if optimizer.master is None else optimizer.master.get())
+            exact = None if optimizer.master is None else optimizer.master.get()
+        return self.share(state, exact) if self.several else Owned(self.params.table, state, exact)
 
-    def owned(self, state, exact):
+    def share(self, state, exact):
+        from llmc.gpu.several.zero import OwnedShare  # here: one GPU needs it only to resume
         return OwnedShare(self.params.table, state, exact, self.shares, self.ranks.rank)
 
     def set_state(self, owned, has_exact, step, recent):

@@ -1,5 +1,1 @@
-"""What only a run on more than one GPU uses.
-
-    ranks   the processes: torchrun and torch.distributed
-    zero    ZeRO: sending gradients and weights by NCCL
-"""
+"""What only a run on more than one GPU uses: see llmc/gpu/__init__.py."""

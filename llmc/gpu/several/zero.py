@@ -5,19 +5,24 @@ Each rank computes the gradients of its own micro-batches, and holds only its sh
 float32 weights and, with gradient accumulation, float32 sums of gradients. During each backward pass, it sends every
 other rank that one's part of each matrix's gradient, as soon as it is computed. The owner adds them up in the order of
 the micro-batches, whichever ranks computed them, so that an update has the same bits on 1, 2, 4, 8 or 16 GPUs. This
-moves as many bytes as a reduce-scatter. The new weights arrive before the next forward pass needs them.
+moves as many bytes as a reduce-scatter. The new weights arrive before the next forward pass needs them. A checkpoint
+has a file of each rank's share, from which any number of ranks can resume.
 """
 
 import collections
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import itertools
 import os
 import warnings
 
+from llmc.checkpoint import Owned, check_state_size, is_whole, rank_path, read_state_header
 from llmc.errors import UserError
-from llmc.gpu.shares import CHUNKS, REST
+from llmc.files import HEADER_BYTES, open_input, read_into
+from llmc.gpu.shares import CHUNKS, REST, Shares
+from llmc.tensors import flat
 
 
 class Nccl:
@@ -51,15 +56,6 @@ class Nccl:
         with self.errors_as_lines():
             unique_id = nccl.get_unique_id().hex() if ranks.is_first else None
             self.communicator = nccl.NcclCommunicator(ranks.size, bytes.fromhex(ranks.gather(unique_id)[0]), ranks.rank)
-
-    def connect(self, stream):
-        """Send the first messages, so that NCCL allocates its memory now."""
-        here, there = self.cupy.zeros((2, self.ranks), self.cupy.float32)
-        others = [rank for rank in range(self.ranks) if rank != self.rank]
-        self.exchange([(rank, here) for rank in others], [(rank, there) for rank in others], stream)
-        self.all_to_all(there, here, stream)
-        self.add_up(there, here, stream)
-        stream.synchronize()
 
     def allocate(self, size):
         """Allocate (size,) uint8 zeros on the GPU for collectives. All ranks must allocate the same, in one order."""
@@ -133,13 +129,18 @@ class Several:
     """What of a step is on the communication stream: messages, and the events at which they have arrived. Messages are
     lists of functions of a stream. gradient_sends[(name, layer) or REST] sends a micro-batch's gradients to their
     owners, and receives all ranks' gradients of this rank's part; weight_sends[layer, or None for the rest] sends this
-    rank's new weights to all. Each large tensor is sent by one collective, the small ones by a group of point-to-point
-    messages."""
+    rank's new weights to all. What has equal parts is sent by a collective of its own, the others by a group of
+    point-to-point messages; so are small segments of the rest, because a copy engine takes 20 us to start, which
+    nothing hides at the end of a backward pass."""
 
-    def __init__(self, device, ranks, peers, shares, own_micro_steps, params, grads, received):
-        """peers: an Nccl; params, grads (parameters,), received (received_size,): on the GPU."""
-        self.device, self.ranks, self.peers, self.shares = device, ranks, peers, shares
-        self.own_micro_steps, self.optimizer, self.fp8 = own_micro_steps, None, None
+    LARGE = 1 << 22  # elements
+
+    def __init__(self, trainer, received):
+        """received (received_size,): the gradients of this rank's part of all ranks, on the GPU."""
+        self.device, self.optimizer, self.fp8 = trainer.device, trainer.optimizer, trainer.fp8
+        self.ranks, self.peers, self.shares = ranks, peers, shares = trainer.ranks, trainer.peers, trainer.shares
+        self.own_micro_steps, self.L = trainer.settings.own_micro_steps, trainer.config.L
+        params, grads = flat(trainer.params), flat(trainer.grads)
         self.gradients_arrived, self.weights_arrived = {}, {}  # events
         self.micro_batch = self.next_layer = None  # in a step: of the backward pass; whose weights are read next
         self.gradient_sends, self.weight_sends = collections.defaultdict(list), collections.defaultdict(list)
@@ -147,7 +148,7 @@ class Several:
         small = collections.defaultdict(lambda: ([], [], [], []))  # gradients sent, received, weights sent, received
         for segment in shares.segments:
             mine, key = owned.get(segment), segment[:2]
-            if shares.goes_to_all_at_once(segment):
+            if segment.size % (8 * ranks.size) == 0 and (segment.name is not None or segment.size >= self.LARGE):
                 whole = slice(segment.begin, segment.begin + segment.size)
                 arriving = received[mine.received : mine.received + segment.size]
                 self.gradient_sends[key].append(functools.partial(peers.all_to_all, arriving, grads[whole]))
@@ -167,6 +168,13 @@ class Several:
             self.gradient_sends[key].insert(0, functools.partial(peers.exchange, *gradients))
             # last, because it is a kernel, which would wait behind AdamW's blocks
             self.weight_sends[key[1]].append(functools.partial(peers.exchange, sent, arriving))
+
+    def connect(self):
+        """Send each message once, before the capture, because two ranks connect at their first message."""
+        for key in self.gradient_sends:
+            self.send_gradients(key)
+        self.send_all_weights()
+        self.add_up(self.optimizer.scalars, self.optimizer.own_scalars)
 
     def send_gradients(self, key, computed=None):
         """Send and receive a matrix's gradients. key: (name, layer), (name, None) or REST; computed: an event to wait
@@ -189,7 +197,7 @@ class Several:
         return done
 
     def send_all_weights(self):
-        for l in (*range(self.shares.layers), None):
+        for l in (*range(self.L), None):
             self.send_weights(l)
         self.device.wait(self.weights_arrived[None])
 
@@ -204,19 +212,19 @@ class Several:
         layers on their way; the first layer's have arrived in the previous step."""
         if l > 0:
             self.device.wait(self.weights_arrived[l])
-        for ahead in range(1 if l == 0 else l + 2, min(l + 3, self.shares.layers)):
+        for ahead in range(1 if l == 0 else l + 2, min(l + 3, self.L)):
             self.send_weights(ahead)
         if self.fp8:
             self.fp8.quantize_weights(slice(l, l + 1), again=not self.ranks.is_first)
 
     def weight_done(self, name, l, computed):
-        """Send the gradient of layer l's matrix `name`, after the event `computed`. The last one is of the first
-        layer's first matrix. While it travels, the norm of the other layers' gradients is computed."""
+        """Send the gradient of layer l's matrix `name`, after the event `computed`. The last one is the first layer's
+        qkvw. While it travels, the norm of the other layers' gradients is computed."""
         if self.micro_batch is None:
             return
         self.send_gradients((name, l), computed)
-        is_last = self.micro_batch == self.own_micro_steps - 1 and l == 0 and name == self.shares.first_matrix
-        if is_last and self.shares.layers > 1:
+        is_last = self.micro_batch == self.own_micro_steps - 1 and (name, l) == ("qkvw", 0)
+        if is_last and self.L > 1:
             self.device.wait(self.gradients_arrived[name, 1])
             self.optimizer.norm_of("other layers")
 
@@ -335,3 +343,46 @@ def matrix_parts(shares, stack, rank):
 def on_several(kind, mixin):
     """A page's class for several GPUs: its model with SharedPasses, its optimizer with SharedUpdate."""
     return type(kind.__name__, (mixin, kind), {})
+
+
+@dataclasses.dataclass
+class OwnedShare(Owned):
+    """The optimizer state of one rank of several, on the host: as Owned, of its pieces."""
+
+    shares: Shares = None
+    rank: int = 0
+
+    ranks = property(lambda self: self.shares.ranks)
+
+    def name_at(self, index):
+        piece = next(piece for piece in self.shares.pieces(self.rank) if index < piece.local + piece.size)
+        return super().name_at(piece.begin + index - piece.local)
+
+    def read(self, f, header, hint):
+        """Fill the arrays from the files of all ranks that wrote a state, any number of them; f: rank 0's."""
+        ranks, ours, arrays = int(header[2]), bool(header[40]), self.in_file(header[4]).values()
+        if ranks > 1 and not ours and is_whole(f, len(arrays) * self.shares.size):
+            ranks = 1  # llm.c without ZeRO: each rank's file has all
+        sources = Shares(self.table, ranks, llmc=not ours)
+        with contextlib.ExitStack() as stack:
+            files = [(f, header)]
+            for rank in range(1, ranks):
+                other = stack.enter_context(open_input(rank_path(f.name, rank), hint))
+                files.append((other, read_state_header(other, hint)))
+                different = [slot for slot in (2, 4, 5, 10, 43, 44) if files[-1][1][slot] != header[slot]]
+                if different or files[-1][1][3] != rank:
+                    raise UserError(f"{other.name}: does not belong to {f.name}; {hint}")
+            ends = [check_state_size(*file, len(arrays) * sources.share_size(rank), sources.size, hint)
+                    for rank, file in enumerate(files)]
+            for i, array in enumerate(arrays):
+                for rank, (source, _) in enumerate(files) if array is not None else ():
+                    self.read_from(source, HEADER_BYTES + 4 * i * sources.share_size(rank), sources.pieces(rank), array)
+        return ends[0]
+
+    def read_from(self, f, start, sources, array):
+        """Read what `array` needs from one rank's file, in which that rank's array begins at byte `start`."""
+        for source, target in itertools.product(sources, self.shares.pieces(self.rank)):
+            first, end = max(source.begin, target.begin), min(source.begin + source.size, target.begin + target.size)
+            if first < end:
+                f.seek(start + 4 * (source.local + first - source.begin))
+                read_into(f, array[target.local + first - target.begin : target.local + end - target.begin])
