@@ -25,6 +25,7 @@ from llmc.tensors import Row, allocate, table_bytes, views
 
 LINEARS = ("qkv", "fc", "fcproj")  # layers with FP8 operands; attproj is a twelfth of the work of GPT-2's
 ROLES = ("inp", "weight", "dout")  # their operands, with a scale each
+CALIBRATIONS = 4  # passes that find the first scales
 DLOGITS_SCALE = 2.0**15  # times gradients of logits, which are from -1 to 1; E5M2 has numbers from 2^-16 to 57344
 
 
@@ -102,9 +103,24 @@ class Fp8:
             plain, transposed = (getattr(self.operands, f"{name}w{t}")[layers] for t in ("", "_t"))
             self.quantize(name, layers.start, "weight", weight, plain, transposed, again)
 
-    def prepare_scales(self):
-        """At the end of an update: the scales of the next one."""
+    def calibrate(self, trainer):
+        """Find the first scales, unless a checkpoint had them: with the batch that is on the GPU, again and again,
+        because too small a scale underflows, and so does everything downstream."""
+        for _ in range(0 if self.updates else CALIBRATIONS):
+            self.state.updates.fill(0)  # the last one's numbers replace the earlier ones'
+            self.quantize_weights()
+            trainer.model.micro_step(trainer, 0)
+            if not trainer.ranks.is_first:  # the same scales on any number of GPUs
+                self.forget()
+            self.prepare_scales(trainer.several)
+        self.updates = self.updates or 1
+
+    def prepare_scales(self, several=None):
+        """At the end of an update: the scales of the next one, from the largest numbers on all ranks."""
         state = self.state
+        if several:
+            several.add_up(state.largest, state.largest, largest=True)
+            several.add_up(state.counts, state.counts)
         self.device.launch("prepare_scales", (1,), (256,), state.scales, state.history, state.largest, state.updates,
                            state.counts, pointer(self.reports), state.scales.size)
 
@@ -343,7 +359,7 @@ class Fp8Passes:
 
     def update(self, trainer):
         super().update(trainer)
-        trainer.prepare_scales()
+        self.fp8.prepare_scales(self.several)
 
     def dlogits_scale(self, scale):
         """What the range of E5M2 asks for."""

@@ -29,7 +29,6 @@ from llmc.single_process import SINGLE_PROCESS
 from llmc.tensors import Row, Tensors, allocate, flat, table_bytes, views
 
 NOT_READY = 600  # cudaErrorNotReady
-CALIBRATIONS = 4  # passes that find FP8's first scales
 
 # ----------------------------------------------------------------------------------------------------------------------
 # opening a model on a GPU
@@ -259,7 +258,7 @@ class Trainer(ForwardPasses):
             self.stage(0, [batch] * settings.own_micro_steps, 0.0)
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
             if self.fp8:
-                self.calibrate()
+                self.fp8.calibrate(self)
                 self.fp8.quantize_weights()
             self.model.micro_step(self, 0)
             if self.fp8:
@@ -269,19 +268,6 @@ class Trainer(ForwardPasses):
             self.device.synchronize()
             if settings.graph:
                 self.graph = self.model.capture(self)
-
-    def calibrate(self):
-        """Find FP8's first scales, unless a checkpoint had them: with the batch that is on the GPU, again and again,
-        because too small a scale underflows, and so does everything downstream."""
-        if not self.fp8.updates:
-            for _ in range(CALIBRATIONS):
-                self.fp8.state.updates.fill(0)  # the last one's numbers replace the earlier ones'
-                self.fp8.quantize_weights()
-                self.model.micro_step(self, 0)
-                if not self.ranks.is_first:  # the same scales on any number of GPUs
-                    self.fp8.forget()
-                self.prepare_scales()
-            self.fp8.updates = 1
 
     def begin_step(self, batches, learning_rate):
         """Start one update with own_micro_steps batches (inputs, targets), and return its number. The one before may
@@ -318,7 +304,7 @@ class Trainer(ForwardPasses):
             copy_to_gpu(batch.buffer, half.buffer)
             acts, scale = self.acts, 1.0 / (B * T)
             if self.fp8:
-                self.calibrate()
+                self.fp8.calibrate(self)
                 self.fp8.weights_behind = True
                 self.model.trunk(acts, batch.inputs[0])  # again, in 8 bits
             self.model.classify(acts, batch.targets[0], self.optimizer.loss(0), scale, train=True)
@@ -353,14 +339,6 @@ class Trainer(ForwardPasses):
                 self.several.send_all_weights()
             self.wait(record_event(stream))
         self.weights_behind = False
-
-    def prepare_scales(self):
-        """At the end of an update: FP8's scales of the next one, from the largest numbers on all ranks."""
-        if self.several:
-            largest, counts = self.fp8.state.largest, self.fp8.state.counts
-            self.several.add_up(largest, largest, largest=True)
-            self.several.add_up(counts, counts)
-        self.fp8.prepare_scales()
 
     def close(self):
         """Free the graph and leave NCCL, after the last update."""
