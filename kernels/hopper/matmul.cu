@@ -73,10 +73,20 @@ MATMUL matmul_forward_narrow(MAP out, MAP inp, MAP weight, const element* bias, 
     forward<NARROW_BN>(out, inp, weight, bias, {M, N, K, band, 1});
 }
 
+#if MODEL_RELU2
+// Squared ReLU takes no special function, and out is not stored: the backward pass reads the result. So the consumers
+// apply it, and GELU's warpgroup is idle.
+extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP, 1)
+matmul_forward_gelu(MAP, MAP gelu_out, MAP inp, MAP weight, const element* bias, int M, int N, int K, int band) {
+    matmul<WIDE_BN, 0, 0, true>(
+        inp, weight, {M, N, K, band, 1}, [&](Accumulators<WIDE_BN>& acc, const Item& item, element* strips) {
+            store_tile<WIDE_BN>(gelu_out, acc, item, strips, 1.0f, bias, N, [](float x) { return gelu(x); });
+        });
+}
+#else
 extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP, 1)
 matmul_forward_gelu(MAP out, MAP gelu_out, MAP inp, MAP weight, const element* bias, int M, int N, int K, int band) {
     constexpr int BN = WIDE_BN, STRIPS = BN / 64;  // strips of a tile
-    constexpr bool STORES_OUT = !MODEL_RELU2;      // whose backward pass reads gelu instead
     extern __shared__ __align__(1024) element stages[];
     __shared__ Ring<2> strip_ring;      // guards `strips`, of out: filled by the consumers, emptied by the side job
     __shared__ int2 strip_at[2];        // the strips' columns and rows in out
@@ -114,14 +124,13 @@ matmul_forward_gelu(MAP out, MAP gelu_out, MAP inp, MAP weight, const element* b
                 element *strip = strips + n % 2 * STRIP, *gelu = gelus + n % 2 * STRIP;
                 strip_ring.wait_full(n);
                 const int2 at = strip_at[n % 2];
-                if (STORES_OUT && leads_warpgroup()) {
+                if (leads_warpgroup()) {
                     store_box(&out, strip, at.x, at.y, 0);
                     stores_commit();
                 }
                 __syncwarp();
                 gelu_strip(gelu, strip);
-                // TMA has read gelu of strip n - 1: n + 1 will overwrite it
-                if (leads_warpgroup()) stores_wait<STORES_OUT ? 1 : 0>();
+                if (leads_warpgroup()) stores_wait<1>();  // TMA has read gelu of strip n - 1: n + 1 will overwrite it
                 fence_for_async();
                 warpgroup_sync();
                 if (leads_warpgroup()) {
@@ -134,6 +143,7 @@ matmul_forward_gelu(MAP out, MAP gelu_out, MAP inp, MAP weight, const element* b
             if (leads_warpgroup()) stores_wait<0>();
         });
 }
+#endif
 
 MATMUL matmul_backward_inp(MAP dinp, MAP dout, MAP weight, float scale, int M, int N, int K, int band) {
     constexpr int BN = WIDE_BN;

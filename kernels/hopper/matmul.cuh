@@ -90,6 +90,9 @@ struct Nothing {
     template <class... Arguments>
     __device__ void operator()(const Arguments&...) const {}
 };
+struct Identity {
+    __device__ float operator()(float x) const { return x; }
+};
 
 // What thread 0 of the producer warpgroup does: load the steps of all of the block's items, one after the other.
 template <int BN, int A_ACROSS, int B_ACROSS, int HALVES, int STAGES>
@@ -238,10 +241,10 @@ __device__ inline void store_strip(const TensorMap& map, const element* strip, c
     }
 }
 
-// strip = the accumulators of strip s of a tile * scale + bias, rounded.
-template <int BN, int STRIP_COLUMNS>
+// strip = f(the accumulators of strip s of a tile * scale + bias), rounded.
+template <int BN, int STRIP_COLUMNS, class F = Identity>
 __device__ __forceinline__ void fill_strip(element* strip, const Accumulators<BN>& acc, int s, float scale,
-                                           const element* bias, int column, int N) {
+                                           const element* bias, int column, int N, F f = {}) {
     const Layout at;
 #pragma unroll
     for (int unit = 0; unit < STRIP_COLUMNS / 8; unit++) {
@@ -252,7 +255,7 @@ __device__ __forceinline__ void fill_strip(element* strip, const Accumulators<BN
             const float* x = &acc[k / 2][4 * (STRIP_COLUMNS / 8 * s + unit) + k % 2 * 2];
             uint32* pair = STRIP_COLUMNS == 64 ? at.pair(strip, unit, k)
                                       : reinterpret_cast<uint32*>(at.pair_of_32<element>(strip, unit, k));
-            *pair = as_pair(x[0] * scale + b.x, x[1] * scale + b.y);
+            *pair = as_pair(f(x[0] * scale + b.x), f(x[1] * scale + b.y));
         }
     }
 }
@@ -289,16 +292,16 @@ __device__ inline void sum_columns(float* column, float (&v)[4]) {
     if (g < 4) column[g % 2 * 8 + 2 * t + g / 2] = v[0];
 }
 
-// The plain epilogue: store a tile * scale + bias to the tensor, strip by strip through shared memory.
-template <int BN>
+// The plain epilogue: store f(a tile * scale + bias) to the tensor, strip by strip through shared memory.
+template <int BN, class F = Identity>
 __device__ __forceinline__ void store_tile(const TensorMap& map, const Accumulators<BN>& acc, const Item& item,
-                                           element* strips, float scale, const element* bias, int N) {
+                                           element* strips, float scale, const element* bias, int N, F f = {}) {
     constexpr int STRIP_COLUMNS = BN == WIDE_BN ? MATMUL_STRIP : MATMUL_NARROW_STRIP;  // columns of a strip
 #pragma unroll
     for (int s = 0; s < BN / STRIP_COLUMNS; s++) {
         element* strip = strips + s % 2 * STRIP;
         s == 0 ? wait_strip_empty<0>() : wait_strip_empty<1>();
-        fill_strip<BN, STRIP_COLUMNS>(strip, acc, s, scale, bias, item.column, N);
+        fill_strip<BN, STRIP_COLUMNS>(strip, acc, s, scale, bias, item.column, N, f);
         store_strip(map, strip, item, STRIP_COLUMNS * s);
     }
 }

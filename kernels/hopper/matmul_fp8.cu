@@ -23,7 +23,6 @@
 #include "fp8.cuh"
 #include "gelu.cuh"
 #include "hopper/matmul.cuh"
-#include "rope.cuh"
 
 // Block (384, with GELU or QK-norm 512); grid (at most as many blocks as items); shared memory: as in matmul.cu. Boxes
 // of the maps, rows x bytes: a 128 x 128, b 192 x 128 (narrow: 160 x 128, with GELU or QK-norm: 128 x 128); rows x
@@ -56,6 +55,8 @@ static_assert(MATMUL_FP8_GELU_SHARED ==
               "shared memory: the steps, and two strips for each consumer");
 
 #if MATMUL_FP8_QKNORM && defined(MODEL_QK_SCALE)
+#include "rope.cuh"
+
 // acc * factor + bias, then its queries and keys normalized, scaled and rotated, as qknorm.cu does, but before they are
 // rounded. A tile has whole heads; units are 8 columns, of which a thread has two.
 __device__ __forceinline__ void qknorm_tile(Accumulators<GELU_BN>& acc, float* rstd, const element* bias,
