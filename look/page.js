@@ -1,58 +1,6 @@
 // What one sees. The address says what is shown: #mode/tensor/index.
 
-// ---- pictures: { rows, columns, number(row, column), low, high, full } ----------------------------------------------
-
-const { style } = document.documentElement;
-style.colorScheme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-
-function palette() {  // 511 colors, orange for negative to blue for positive: the color-blind tell them apart, too
-  const [low, middle, high] = style.colorScheme === "dark" ? [[255, 150, 60], [32, 34, 40], [110, 185, 255]]
-    : [[179, 88, 6], [250, 249, 246], [5, 80, 160]];
-  return list(511, i => middle.map((x, channel) =>
-    x + ((i > 255 ? high : low)[channel] - x) * Math.abs(i - 255) / 255));
-}
-let colors = palette();
-const clamp = (x, most) => Math.max(0, Math.min(most, Math.floor(x) || 0));
-
-function span(numbers) {  // full: the size that has the full color; one number of 200 is larger
-  const sampled = Math.min(4096, numbers.length), every = Math.floor(numbers.length / sampled);
-  const sizes = list(sampled, i => Math.abs(numbers[i * every])).filter(isFinite).sort((a, b) => a - b);
-  let low = Infinity, high = -Infinity;
-  for (const x of numbers) if (isFinite(x)) {
-    low = Math.min(low, x);
-    high = Math.max(high, x);
-  }
-  return { low, high, full: sizes[Math.floor(sizes.length * .995)] || Math.max(-low, high) || 1 };
-}
-
-// A pixel has the largest of its numbers.
-function draw({ rows, columns, number, full }, width = columns, height = rows, canvas = make("canvas")) {
-  const w = canvas.width = Math.min(columns, width), h = canvas.height = Math.min(rows, height);
-  const context = canvas.getContext("2d"), image = context.createImageData(w, h);
-  for (let y = 0; y < h; y++) for (let x = 0; x < w; x++) {
-    let most = 0;
-    for (let r = Math.floor(y * rows / h); r < Math.floor((y + 1) * rows / h); r++)
-      for (let c = Math.floor(x * columns / w); c < Math.floor((x + 1) * columns / w); c++) {
-        const value = number(r, c);
-        if (isFinite(value) && Math.abs(value) > Math.abs(most)) most = value;
-      }
-    image.data.set([...colors[clamp(255.5 + 255 * most / full, 510)], 255], 4 * (y * w + x));
-  }
-  context.putImageData(image, 0, 0);
-  return canvas;
-}
-
-// Of a tensor: tokens across, channels down; a weight as it is; one head's attention, or all side by side.
-function pictureOf(tensor, head) {  // at(row, column) is the index of a number, cell(index) where it is
-  const [I, J = 1, K] = tensor.shape, x = tensor.data, limits = span(x);
-  if (K && head === undefined)
-    return { rows: J, columns: I * K, number: (r, c) => x[(Math.floor(c / K) * J + r) * K + c % K], ...limits };
-  const [rows, columns, at, cell] = K ? [J, K, (r, c) => [head, r, c], ([, r, c]) => [r, c]]
-    : J === 1 ? [1, I, (r, c) => [c], ([c]) => [0, c]]
-      : tensor.isWeight ? [I, J, (r, c) => [r, c], index => index] : [J, I, (r, c) => [c, r], ([c, r]) => [r, c]];
-  const [start, below, right] = [[0, 0], [1, 0], [0, 1]].map(([r, c]) => tensor.flat(...at(r, c)));
-  return { rows, columns, number: (r, c) => x[start + r * (below - start) + c * (right - start)], at, cell, ...limits };
-}
+// ---- elements -------------------------------------------------------------------------------------------------------
 
 function make(tag, fields, ...children) {
   const element = Object.assign(document.createElement(tag), fields);
@@ -67,6 +15,40 @@ const link = (tensor, index, text = tensor.label(index) + ofLayer(tensor.layer))
   make("a", { href: tensor.href(index), textContent: text });
 const largest = (all, count, number) =>  // its numbers are the largest, positive or negative
   all.toSorted((a, b) => Math.abs(number(b)) - Math.abs(number(a))).slice(0, count);
+const clamp = (x, most) => Math.max(0, Math.min(most, Math.floor(x) || 0));
+
+// ---- pictures: { rows, columns, number(row, column) } ---------------------------------------------------------------
+
+const ORANGE = [230, 116, 20], BLUE = [40, 125, 225];  // negative, positive: the color-blind tell them apart, too
+
+// A pixel has the largest of its numbers, and is as opaque; `full` or more: opaque.
+function draw({ rows, columns, number }, full, width = columns, height = rows, canvas = make("canvas")) {
+  const w = canvas.width = Math.min(columns, width), h = canvas.height = Math.min(rows, height);
+  const context = canvas.getContext("2d"), image = context.createImageData(w, h);
+  for (let y = 0; y < h; y++) for (let x = 0; x < w; x++) {
+    let most = 0;
+    for (let r = Math.floor(y * rows / h); r < Math.floor((y + 1) * rows / h); r++)
+      for (let c = Math.floor(x * columns / w); c < Math.floor((x + 1) * columns / w); c++) {
+        const value = number(r, c);
+        if (isFinite(value) && Math.abs(value) > Math.abs(most)) most = value;
+      }
+    image.data.set([...(most < 0 ? ORANGE : BLUE), 255 * Math.abs(most) / full], 4 * (y * w + x));
+  }
+  context.putImageData(image, 0, 0);
+  return canvas;
+}
+
+// Of a tensor: tokens across, channels down; a weight as it is; one head's attention, or all side by side.
+function pictureOf(tensor, head) {  // at(row, column) is the index of a number, cell(index) where it is
+  const [I, J = 1, K] = tensor.shape;
+  const [rows, columns, at, cell] =
+    K && head === undefined ? [J, I * K, (r, c) => [Math.floor(c / K), r, c % K]]
+      : K ? [J, K, (r, c) => [head, r, c], ([, r, c]) => [r, c]]
+        : tensor.isWeight && J > 1 ? [I, J, (r, c) => [r, c], index => index]
+          : [J, I, (r, c) => [c, r], ([c, r = 0]) => [r, c]];
+  return { rows, columns, at, cell, number: (r, c) => tensor.num(...at(r, c)) };
+}
+
 const tokens = inputs.map(id => [word(id), 1]);  // labels: words, and how many rows or columns each is for
 const labels = (all, className, side, size) => make("div", { className }, ...all.map(([textContent, n]) =>
   make("span", { textContent, className: textContent.length > 1 ? "word" : "",
@@ -77,14 +59,13 @@ function bandsOf({ name, shape }) {  // of a tensor's channels: down
 }
 
 // Click its cells.
-function bigPicture(picture, [row, column], choose, ariaLabel, above = [], beside = []) {
-  const { rows, columns, low, full } = picture, least = low < 0 ? -full : 0;
-  const wide = Math.max(200, Math.min(560, innerWidth - 110)) / columns, up = Math.max(.45, Math.min(28, 460 / rows));
-  const across = wide > 2 ? Math.min(28, Math.floor(wide)) : wide;
-  const canvas = Object.assign(draw(picture), { role: "img", ariaLabel });
+function bigPicture(picture, { low, full }, [row, column], choose, ariaLabel, above = [], beside = []) {
+  const { rows, columns } = picture, least = low < 0 ? -full : 0, up = Math.max(.45, Math.min(28, 460 / rows));
+  const across = Math.min(28, Math.max(200, Math.min(560, innerWidth - 110)) / columns);
+  const canvas = Object.assign(draw(picture, full), { role: "img", ariaLabel });
   canvas.style = `width:${columns * across}px;height:${rows * up}px`;
   canvas.onclick = event => choose(clamp(event.offsetY / up, rows - 1), clamp(event.offsetX / across, columns - 1));
-  const legend = draw({ rows: 1, columns: 256, number: (r, c) => least + (full - least) * c / 255, full });
+  const legend = draw({ rows: 1, columns: 256, number: (r, c) => least + (full - least) * c / 255 }, full);
   legend.className = "legend";
   const chosen = make("i", { style: `left:${column * across - 2}px;top:${row * up - 2}px;width:${
     Math.max(across, 2) + 4}px;height:${Math.max(up, 2) + 4}px` });
@@ -97,7 +78,7 @@ function headGrid(number, choose, chosen) {  // all attention maps: a row a laye
   return make("div", {}, ...list(data.L, l => make("div", { className: "heads" }, words("span", `Layer ${l + 1}`),
     ...list(data.NH, h => make("button", { className: "tile", onclick: () => choose(l, h),
       ariaCurrent: chosen === `${l},${h}` },
-    draw({ rows: T, columns: T, number: (r, c) => number(l, h, r, c), full: 1 }), `head ${h + 1}`)))));
+    draw({ rows: T, columns: T, number: (r, c) => number(l, h, r, c) }, 1), `head ${h + 1}`)))));
 }
 
 // ---- the page -------------------------------------------------------------------------------------------------------
@@ -136,17 +117,16 @@ function read() {  // the address -> state; what is wrong in it is ignored
 }
 
 function tile(key, mode) {
-  const tensor = newest[key], shown = shownIn[mode][key], [I, J = 1, K] = shown.shape, canvas = make("canvas");
-  const [columns, rows] = K ? [208, 56] : tensor.isWeight && J > 1 ? [J, I] : [I, J], range = words("small", "…");
-  const width = Math.max(48, Math.min(columns, K ? 208 : 104)), height = Math.max(6, Math.min(rows, 56));
-  canvas.style = `width:${width}px;height:${height}px`;
+  const tensor = newest[key], shown = shownIn[mode][key], picture = pictureOf(shown);
+  const canvas = make("canvas"), range = words("small", "…"), most = shown.shape.length === 3 ? 208 : 104;
+  canvas.style.width = `${Math.max(48, Math.min(most, picture.columns))}px`;
+  canvas.style.height = `${Math.max(6, Math.min(56, picture.rows))}px`;
   const button = make("button", { className: tensor.isWeight ? "tile weight" : "tile", value: key,
     title: whatIs(tensor) + ofLayer(tensor.layer), onclick: () => { go(mode, key); showOnPhone("detail"); } },
   canvas, PREFIX[mode] + tensor.name, words("small", tensor.shape.join(" × ")), range);
   button.paint = () => {  // when it is first seen; its size stands before, so that nothing moves then
-    const picture = pictureOf(shown);
-    draw(picture, ...K ? [I * K, J] : [104, 56], canvas);
-    range.textContent = `${say(picture.low)} … ${say(picture.high)}`;
+    draw(picture, shown.limits.full, most, 56, canvas);
+    range.textContent = `${say(shown.limits.low)} … ${say(shown.limits.high)}`;
   };
   seen.observe(button);
   return button;
@@ -156,30 +136,31 @@ const seen = new IntersectionObserver(entries => entries.filter(x => x.isInterse
   setTimeout(target.paint);  // after the page is on the screen
 }), { rootMargin: "300px" });
 
-function drawMap() {  // the calls of the forward pass, a box a layer, the last on top
-  const groups = [], mode = state.mode;
-  for (const c of calls.slice(0, data.forward)) {
-    const outs = Object.values(c.outs), { layer } = outs[0];
-    if (groups.at(-1)?.layer !== layer) groups.push({ layer, boxes: [] });
-    const read = Object.values(c.ins).filter(x => x.isWeight);
-    const shown = [...outs, ...read].filter(x => shownIn[mode][x.key]);
-    if (shown.length) groups.at(-1).boxes.push(make("div", { className: "call" },
-      words("span", c.f.replace("_forward", "")),
-      make("div", { className: "tiles" }, ...shown.map(x => tile(x.key, mode)))));
-  }
+const outsOf = c => Object.values(c.outs), weightsOf = c => Object.values(c.ins).filter(x => x.isWeight);
+function drawMap(mode) {  // the calls of the forward pass, a box a layer, the last on top
+  const forward = calls.slice(0, data.forward), first = forward.findIndex(c => outsOf(c)[0].layer === 0);
+  const groups = Map.groupBy(forward, (c, i) => outsOf(c)[0].layer === "" ? i < first ? "Embedding" : "Prediction"
+    : `Layer ${outsOf(c)[0].layer + 1} (l = ${outsOf(c)[0].layer})`);
+  const box = c => {
+    const keys = [...outsOf(c), ...weightsOf(c)].map(x => x.key).filter(key => shownIn[mode][key]);
+    return keys.length ? [make("div", { className: "call" }, words("span", c.f.replace("_forward", "")),
+      make("div", { className: "tiles" }, ...keys.map(key => tile(key, mode))))] : [];
+  };
   $("map").className = mode;
-  $("map").replaceChildren(...groups.reverse().map(({ layer, boxes }, i) => make("div", { className: "group" },
-    words("h3", layer === "" ? (i ? "Embedding" : "Prediction") : `Layer ${layer + 1} (l = ${layer})`),
-    make("div", { className: "calls" }, ...boxes))));
+  $("map").replaceChildren(...[...groups].reverse().map(([title, made]) => make("div", { className: "group" },
+    words("h3", title), make("div", { className: "calls" }, ...made.flatMap(box)))));
 }
 
-function termsOf(rows) {  // a sum's, the largest first
-  const product = ([a, b]) => a.value * (b ? b.value : 1), total = rows.reduce((sum, row) => sum + product(row), 0);
-  const shown = largest(rows, 12, product), rest = total - shown.reduce((sum, row) => sum + product(row), 0);
-  const linked = x => link(x.tensor, x.index, say(x.value)), between = rows[0][1] ? ["", "", ""] : [];
-  return table([...shown.map(([a, b]) =>
-    [a.label, linked(a), ...(b ? ["×", linked(b), `= ${say(product([a, b]))}`] : [])]),
-  ...(rows.length > 12 ? [[`${rows.length - 12} smaller`, ...between, `= ${say(rest)}`]] : [])]);
+const linked = ({ tensor, index, value }) => tensor ? link(tensor, index, say(value)) : say(value);
+
+function termsOf(rows) {  // a sum's, the largest first, each with the words for what changes from one to the next
+  const shown = largest(rows, 12, row => row.value), rest = rows.filter(row => !shown.includes(row));
+  const changes = (_, axis) => rows.length === 1 || rows[0].parts[0].index[axis] !== rows[1].parts[0].index[axis];
+  return table([...shown.map(({ parts: [first, ...others], value }) => [
+    first.tensor.inWords(first.index).filter(changes).join(", "), linked(first),
+    ...others.flatMap(part => ["×", linked(part)]), value === first.value ? "" : `= ${say(value)}`]),
+  ...(rest.length ? [[`${rest.length} smaller`, ...rows[0].parts.flatMap(() => ["", ""]).slice(1),
+    `= ${say(rest.reduce((sum, row) => sum + row.value, 0))}`]] : [])]);
 }
 
 function howMade(e) {  // and its function's source; the line that computes the number is marked
@@ -196,20 +177,21 @@ function howMade(e) {  // and its function's source; the line that computes the 
 function drawDetail() {
   const { mode, key, index, tensor, picture } = state;
   if (!key) return mode === "update" ? mostMoved() : introduction();
-  const what = whatIs(tensor), e = explain(tensor, index);
+  const what = whatIs(tensor), isGiven = tensor.by === null;
   return [words("h2", tensor.title + ofLayer(tensor.layer)),
     words("p", { backward: `How the loss changes with ${tensor.name}: ${what}.`, forward: `It is ${what}.`,
       update: `How far ${data.update.optimizer} moves ${tensor.name}: the rows and columns with the largest moves.`,
     }[tensor.mode]),
-    words("p", `${newest[key].shape.join(" × ")} numbers, ${say(picture.low)} … ${say(picture.high)}`),
-    bigPicture(picture, picture.cell(index), (r, c) => go(mode, key, picture.at(r, c)), `${tensor.title}: ${what}`,
+    words("p", `${newest[key].shape.join(" × ")} numbers, ${say(tensor.limits.low)} … ${say(tensor.limits.high)}`),
+    bigPicture(picture, tensor.limits, picture.cell(index), (r, c) => go(mode, key, picture.at(r, c)), `${tensor.title}: ${what}`,
       ...(tensor.isWeight ? [] : [tokens, bandsOf(tensor)])),
     ...(tensor.whole ? [] : [make("p", { className: "index" }, ...index.map((i, axis) => make("label", {},
       `${tensor.axes[axis]} `, make("input", { type: "number", value: i, min: 0, max: tensor.shape[axis] - 1,
         onchange: event => go(mode, key, index.with(axis, +event.target.value)) }))))]),
-    make("p", {}, [tensor.label(index), ...index.map((_, axis) => tensor.inWords(axis, index))].join(", "), ": ",
+    make("p", {}, [tensor.label(index), ...tensor.inWords(index)].join(", "), ": ",
       words("output", say(tensor.num(...index)))),
-    ...(e ? howMade(e) : [words("p", tensor.isWeight ? "Training made this weight." : "It is given.")])];
+    ...(isGiven ? [words("p", tensor.isWeight ? "Training made this weight." : "It is given.")]
+      : howMade(explain(tensor, index)))];
 }
 
 function mostMoved() {
@@ -249,7 +231,7 @@ function drawAttention() {
     words("p", "A row is a position, the first on top; its columns are the positions up to it. Full color: 1."),
     headGrid((l, h, r, c) => newest[`att|${l}`].num(h, r, c), choose, `${l},${h}`)),
   make("div", { id: "one" }, words("h2", `Layer ${l + 1}, head ${h + 1}`),
-    bigPicture({ ...pictureOf(att, h), full: 1 }, [t, looks[0][0]], r => go("attention", `att|${l}`, [h, r, 0]),
+    bigPicture(pictureOf(att, h), { low: 0, full: 1 }, [t, looks[0][0]], r => go("attention", `att|${l}`, [h, r, 0]),
       `attention of layer ${l + 1}, head ${h + 1}`, tokens, tokens),
     words("p", `From position ${position(t)} it looks at (the prompt above chooses another position):`),
     table(looks.map(([x, p]) => [position(x), link(att, [h, t, x], say(p))])))];
@@ -315,7 +297,7 @@ function show() {
   document.querySelector("main").className = hasMap ? "" : "one";
   $("map").hidden = !hasMap;
   $("detail").replaceChildren(...MODES[state.mode]());
-  if (hasMap && $("map").className !== state.mode) drawMap();
+  if (hasMap && $("map").className !== state.mode) drawMap(state.mode);
   for (const x of document.querySelectorAll("#map .tile")) x.ariaCurrent = x.value === state.key;
   for (const x of $("modes").children) x.ariaPressed = x.value === state.mode;
   drawPrompt();
@@ -349,13 +331,6 @@ $("find").onchange = ({ target }) => {
   showOnPhone("detail");
 };
 $("names").append(...Array.from(named.keys(), value => make("option", { value })));
-
-$("theme").onclick = () => {
-  style.colorScheme = style.colorScheme === "dark" ? "light" : "dark";
-  colors = palette();
-  $("map").className = "";  // draw it anew
-  show();
-};
 
 $("summary").textContent = `${data.path}: ${data.title}, ${data.model}. ${T} tokens, loss ${say(data.loss)}`;
 $("modes").append(...Object.keys(MODES).map(mode =>
