@@ -52,18 +52,19 @@ class Tensor {
   flat(i, j = 0, k = 0) { return this.strides[0] * i + this.strides[1] * j + k; }
   num(i, j, k) {
     const value = this.data[this.flat(i, j, k)];
-    parts?.push({ tensor: this, index: [i, j, k].slice(0, this.shape.length), value });
+    if (parts) parts.push({ tensor: this, index: [i, j, k].slice(0, this.shape.length), value });
     return value;
   }
-  get limits() {  // full: the size that has the full color; one number of 400 is beyond, at either end
-    if (!this.found) {
-      const every = Math.ceil(this.size / 4096), sizes = this.data.filter((x, i) => i % every === 0 && isFinite(x));
-      const sorted = sizes.map(Math.abs).sort();
-      let low = Infinity, high = -Infinity;
-      for (const x of this.data) if (isFinite(x)) [low, high] = [Math.min(low, x), Math.max(high, x)];
-      this.found = { low, high, full: sorted[Math.floor(sorted.length * .995)] || Math.max(-low, high) || 1 };
+  get limits() { return this.found ??= this.findLimits(); }
+  findLimits() {  // full: the size that has the full color; one number of 200 is larger
+    const every = Math.ceil(this.size / 4096), sampled = list(Math.floor(this.size / every), i => this.data[i * every]);
+    const sizes = Float32Array.from(sampled.filter(isFinite), Math.abs).sort();
+    let low = Infinity, high = -Infinity;
+    for (const x of this.data) if (isFinite(x)) {
+      low = Math.min(low, x);
+      high = Math.max(high, x);
     }
-    return this.found;
+    return { low, high, full: sizes[Math.floor(sizes.length * .995)] || Math.max(-low, high) || 1 };
   }
   get isWeight() { return weights.has(this.name); }  // or a weight's gradient, or its move
   get axes() {
@@ -102,7 +103,7 @@ function say(x) {  // three digits
 
 // ---- what formulas are made of --------------------------------------------------------------------------------------
 
-let parts = null;  // of the number that is explained: what was read, { tensor, index, value }, or made, { words, value }
+let parts = null;  // of the number being explained: what was read, { tensor, index, value }, or made, { words, value }
 
 function is(words, value, rows) {
   parts?.push({ words, value, rows });
@@ -132,7 +133,7 @@ const shared = (c, row, words, make) => is(words, (c.shared[words] ??= [])[row] 
 
 // ---- what formulas share --------------------------------------------------------------------------------------------
 
-// Sums of products along axis p of one tensor and axis q of the other: number (i, j) is of the first's i, the other's j.
+// Sums of products along axis p of a tensor and axis q of another: number (i, j) is of the first's i, the other's j.
 const matmul = (mark, words, first, p, second, q) => [mark, (c, i, j) => {
   const a = c[first], b = c[second], term = k => (p ? a.num(i, k) : a.num(k, i)) * (q ? b.num(j, k) : b.num(k, j));
   return sum(words, a.shape[p], term) + (c.bias ? c.bias.num(j) : 0);
@@ -140,12 +141,12 @@ const matmul = (mark, words, first, p, second, q) => [mark, (c, i, j) => {
 
 // All of them, in blocks of 2 x 2, which read what they share once: that is twice as fast.
 function product(a, p, b, q, bias) {
-  const I = a.shape[1 - p], J = b.shape[1 - q], x = a.data, y = b.data, out = new Float32Array(I * J);
-  const [di, dp, dj, dq] = [a.strides[1 - p], a.strides[p], b.strides[1 - q], b.strides[q]];
+  const I = a.shape[1 - p], J = b.shape[1 - q], count = a.shape[p], out = new Float32Array(I * J);
+  const x = a.data, y = b.data, di = a.strides[1 - p], dp = a.strides[p], dj = b.strides[1 - q], dq = b.strides[q];
   for (let i = 0; i < I; i += 2) for (let j = 0; j < J; j += 2) {
     const i2 = Math.min(i + 1, I - 1), j2 = Math.min(j + 1, J - 1), down = (i2 - i) * di, right = (j2 - j) * dj;
-    let own = bias ? bias.num(j) : 0, beside = bias ? bias.num(j2) : 0, below = own, across = beside;
-    for (let k = 0, at = i * di, to = j * dj; k < a.shape[p]; k++, at += dp, to += dq) {
+    let own = 0, beside = 0, below = 0, across = 0;
+    for (let k = 0, at = i * di, to = j * dj; k < count; k++, at += dp, to += dq) {
       const x1 = x[at], x2 = x[at + down], y1 = y[to], y2 = y[to + right];
       own += x1 * y1;
       beside += x1 * y2;
@@ -157,7 +158,7 @@ function product(a, p, b, q, bias) {
     out[i2 * J + j] = below;
     out[i2 * J + j2] = across;
   }
-  return out;
+  return bias ? out.map((number, at) => number + bias.num(at % J)) : out;
 }
 
 // A function of one number, and the gradient through it.
@@ -237,12 +238,10 @@ const FORMULAS = {
     return before + sum("the positions with this token", at.length, i => c.dout.num(at[i], j));
   }],
   "encoder_backward.dwpe": ["np.add.reduce(dout", (c, t, j) => t < T ? c.dout.num(t, j) : is("no token is there", 0)],
-
   "matmul_forward.out": matmul("np.matmul(inp, weight.T", "inputs × weights", "inp", 1, "weight", 1),
   "matmul_backward.dinp": matmul("np.matmul(dout, weight", "all outputs that it went into", "dout", 1, "weight", 0),
   "matmul_backward.dweight": matmul("np.matmul(dout.T", "all positions that it was used at", "dout", 0, "inp", 0),
   "matmul_backward.dbias": ["out=dbias", columnSum],
-
   "norm_forward.mean": ["np.add.reduce(inp", (c, t) =>
     is("divided by C", sum("the row", c.C, i => c.inp.num(t, i)) / c.C)],
   "norm_forward.rstd": ["np.reciprocal(rstd", (c, t) =>
@@ -261,7 +260,6 @@ const FORMULAS = {
     c.dout.num(t, j) * is("n", quietly(() => normalized(c, t, j))))],
   "norm_backward.dbias": ["dbias +=", columnSum],
   "residual_forward.out": ["np.add(inp1", (c, t, j) => c.inp1.num(t, j) + c.inp2.num(t, j)],
-
   "attention_forward.preatt": ["np.matmul(query[b]", score],
   "attention_forward.att": ["np.exp(a", causal(0, (c, h, t, t2) =>
     softmax(c, h * T + t, t + 1, x => c.preatt ? c.preatt.num(h, t, x) : score(c, h, t, x), t2))],
@@ -273,7 +271,6 @@ const FORMULAS = {
     (c.outs.dpreatt ? gradientOfAtt : gradientOfScore)(c, ...index)],
   "attention_backward.dpreatt": ["dp *= scale", gradientOfScore],
   "attention_backward.dinp": [(c, t, j) => `out=d${["query", "key", "value"][whose(c, j)]}`, gradientOfQkv],
-
   "rope_forward.qkv": rotation("a[...], b[...]", "qkv", 1),
   "rope_backward.dqkv": rotation("rope_forward(dqkv", "dqkv", -1),
   "qknorm_forward.rstd": ["rstd[...] =", (c, t, h) => inverseSize(c.ins.qkv, t, h * c.HS, c.HS, 0, 2 ** -23)],
@@ -290,7 +287,6 @@ const FORMULAS = {
     const words = "scale × gradient − result × the mean of that / scale";
     return is(words, scale * d - y * all / c.HS / scale) * c.rstd.num(t, h);
   }],
-
   "gelu_forward.out": apply("np.tanh(", "x/2 × (1 + tanh(√(2/π) (x + 0.044715 x³)))", x => x / 2 * (1 + bend(x))),
   "gelu_backward.dinp": slope("out=dinp[start:stop]", "GELU's slope at x", geluSlope),
   "relu2_forward.out": apply("np.maximum", "max(x, 0)²", x => Math.max(0, x) ** 2),
@@ -305,7 +301,6 @@ const FORMULAS = {
     return j < c.F ? is("dout × gate × s", d * gate * s)
       : is("dout × up × s × (1 + gate × (1 − s))", d * up * s * (1 + gate * (1 - s)));
   }],
-
   "cap_forward.logits": apply("z[start", "15 x / √(x² + 15²)", x => 15 * x / Math.hypot(x, 15), "logits"),
   "cap_backward.dlogits": slope("inverse * np.sqrt", "the cap's slope, (1 − (x / 15)²)^1.5",
     x => (1 - (x / 15) ** 2) ** 1.5, "logits", "dlogits"),
@@ -316,7 +311,6 @@ const FORMULAS = {
     const p = c.probs.num(t, j), came = is("1 if this token came, else 0", +(j === targets[t]));
     return is("probability − that", p - came) * c.dlosses.num(t);
   }],
-
   "adamw_update.move": ["p -= t", (c, ...index) => {
     const u = data.update, at = c.move.flat(...index), weight = weightOf(c, index);
     const m = is(`m, the running mean of the gradient: m += ${say(1 - u.beta1)} (gradient − m)`, numbers[c.m + at]);

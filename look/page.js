@@ -74,11 +74,10 @@ function bigPicture(picture, { low, full }, [row, column], choose, ariaLabel, ab
   make("p", {}, `colors: ${say(least)}`, legend, `${say(full)}, and beyond`));
 }
 
-function headGrid(number, choose, chosen) {  // all attention maps: a row a layer
+function headGrid(number, chosen) {  // all attention maps: a row a layer
   return make("div", {}, ...list(data.L, l => make("div", { className: "heads" }, words("span", `Layer ${l + 1}`),
-    ...list(data.NH, h => make("button", { className: "tile", onclick: () => choose(l, h),
-      ariaCurrent: chosen === `${l},${h}` },
-    draw({ rows: T, columns: T, number: (r, c) => number(l, h, r, c) }, 1), `head ${h + 1}`)))));
+    ...list(data.NH, h => make("a", { href: at("attention", `att|${l}`, [h]), ariaCurrent: chosen === `${l},${h}` },
+      draw({ rows: T, columns: T, number: (r, c) => number(l, h, r, c) }, 1), `head ${h + 1}`)))));
 }
 
 // ---- the page -------------------------------------------------------------------------------------------------------
@@ -102,9 +101,9 @@ const WHAT = {  // each tensor of the trainers
 };
 const whatIs = ({ name }) => WHAT[name] ?? WHAT[name.replace(/.*_/, "_")] ?? "a weight";
 const ofLayer = l => l === "" ? "" : ` of layer ${l + 1}`;
-const go = (mode, key = "", index = []) => { location.hash = `${mode}/${key}/${index.join(",")}`; };
-const showOnPhone = id => innerWidth <= 800 && $(id).scrollIntoView();
-let state = {};  // mode; key, tensor, picture and index, if one is shown; given: the address's index
+const at = (mode, key = "", index = []) => `#${mode}/${key}/${index.join(",")}`;
+const go = (...where) => { location.hash = at(...where); };
+let state = {};  // mode; key, tensor, picture and index, if one is shown; given: the address's index; view: key or head
 
 function read() {  // the address -> state; what is wrong in it is ignored
   const [mode, key, index, number] = decodeURIComponent(location.hash.slice(1)).split("/");
@@ -114,6 +113,7 @@ function read() {  // the address -> state; what is wrong in it is ignored
   const last = tensor.isWeight ? -1 : tensor.shape.length === 3 ? 1 : 0;  // at first, the last position is chosen
   state.index = tensor.shape.map((n, axis) => clamp(state.given[axis] ?? (axis === last ? n : 0), n - 1));
   state.picture = pictureOf(tensor, state.index[0]);
+  state.view = key;
 }
 
 function tile(key, mode) {
@@ -121,15 +121,15 @@ function tile(key, mode) {
   const canvas = make("canvas"), range = words("small", "…"), most = shown.shape.length === 3 ? 208 : 104;
   canvas.style.width = `${Math.max(48, Math.min(most, picture.columns))}px`;
   canvas.style.height = `${Math.max(6, Math.min(56, picture.rows))}px`;
-  const button = make("button", { className: tensor.isWeight ? "tile weight" : "tile", value: key,
-    title: whatIs(tensor) + ofLayer(tensor.layer), onclick: () => { go(mode, key); showOnPhone("detail"); } },
+  const link = make("a", { href: at(mode, key), className: tensor.isWeight ? "weight" : "",
+    title: whatIs(tensor) + ofLayer(tensor.layer) },
   canvas, PREFIX[mode] + tensor.name, words("small", tensor.shape.join(" × ")), range);
-  button.paint = () => {  // when it is first seen; its size stands before, so that nothing moves then
+  link.paint = () => {  // when it is first seen; its size stands before, so that nothing moves then
     draw(picture, shown.limits.full, most, 56, canvas);
     range.textContent = `${say(shown.limits.low)} … ${say(shown.limits.high)}`;
   };
-  seen.observe(button);
-  return button;
+  seen.observe(link);
+  return link;
 }
 const seen = new IntersectionObserver(entries => entries.filter(x => x.isIntersecting).forEach(({ target }) => {
   seen.unobserve(target);
@@ -183,8 +183,8 @@ function drawDetail() {
       update: `How far ${data.update.optimizer} moves ${tensor.name}: the rows and columns with the largest moves.`,
     }[tensor.mode]),
     words("p", `${newest[key].shape.join(" × ")} numbers, ${say(tensor.limits.low)} … ${say(tensor.limits.high)}`),
-    bigPicture(picture, tensor.limits, picture.cell(index), (r, c) => go(mode, key, picture.at(r, c)), `${tensor.title}: ${what}`,
-      ...(tensor.isWeight ? [] : [tokens, bandsOf(tensor)])),
+    bigPicture(picture, tensor.limits, picture.cell(index), (r, c) => go(mode, key, picture.at(r, c)),
+      `${tensor.title}: ${what}`, ...(tensor.isWeight ? [] : [tokens, bandsOf(tensor)])),
     ...(tensor.whole ? [] : [make("p", { className: "index" }, ...index.map((i, axis) => make("label", {},
       `${tensor.axes[axis]} `, make("input", { type: "number", value: i, min: 0, max: tensor.shape[axis] - 1,
         onchange: event => go(mode, key, index.with(axis, +event.target.value)) }))))]),
@@ -197,9 +197,8 @@ function drawDetail() {
 function mostMoved() {
   const { optimizer, step, learning_rate: rate, embeddings } = data.update;
   const most = Object.values(moves).map(tensor => {
-    const at = tensor.data.reduce((most, x, i, all) => Math.abs(x) > Math.abs(all[most]) ? i : most, 0);
-    const columns = tensor.shape.at(-1), index = [Math.floor(at / columns), at % columns].slice(-tensor.shape.length);
-    return [link(tensor, index), tensor.data[at]];
+    const { shape, data, limits: { low, high } } = tensor, move = -low > high ? low : high, at = data.indexOf(move);
+    return [link(tensor, [Math.floor(at / shape.at(-1)), at % shape.at(-1)].slice(-shape.length)), move];
   });
   return [words("h2", `Update: how far ${optimizer} moves each weight`),
     words("p", `If the model were trained on this prompt next: step ${step}, learning rate ${rate}. Of each`
@@ -226,11 +225,11 @@ function drawAttention() {
   const [l, h, t] = state.key ? [state.tensor.layer, ...state.index] : [0, 0, T - 1], att = newest[`att|${l}`];
   const looks = largest(inputs.map((_, x) => [x, att.num(h, t, x)]), 8, ([, p]) => p);
   state.position = t;
-  const choose = (l, h) => { go("attention", `att|${l}`, [h, t, 0]); showOnPhone("one"); };
+  state.view = state.key && `${l},${h}`;
   return [make("div", {}, words("h2", "Where each head looks"),
     words("p", "A row is a position, the first on top; its columns are the positions up to it. Full color: 1."),
-    headGrid((l, h, r, c) => newest[`att|${l}`].num(h, r, c), choose, `${l},${h}`)),
-  make("div", { id: "one" }, words("h2", `Layer ${l + 1}, head ${h + 1}`),
+    headGrid((l, h, r, c) => newest[`att|${l}`].num(h, r, c), `${l},${h}`)),
+  make("div", { id: "head" }, words("h2", `Layer ${l + 1}, head ${h + 1}`),
     bigPicture(pictureOf(att, h), { low: 0, full: 1 }, [t, looks[0][0]], r => go("attention", `att|${l}`, [h, r, 0]),
       `attention of layer ${l + 1}, head ${h + 1}`, tokens, tokens),
     words("p", `From position ${position(t)} it looks at (the prompt above chooses another position):`),
@@ -275,38 +274,39 @@ function drawTraining() {
     ["step", ...frames.map(f => `${f.step}`)]),
     words("p", "It is the loss of this prompt alone, which may rise while that of the training text falls. Below it:"
       + " the size of the residual stream, its root mean square."),
-    headGrid((l, h, r, c) => att[((l * data.NH + h) * T + r) * T + c], () => {})),
+    headGrid((l, h, r, c) => att[((l * data.NH + h) * T + r) * T + c])),
   make("div", {}, outcomes(frame.losses, frame.guesses))];
 }
 
 function drawPrompt() {  // the likelier a token's successor was, the bluer
   const { mode, key = "", index: [head] = [0] } = state;
-  const choose = t => mode === "attention" ? go(mode, key || "att|0", [head, t, 0]) : go("guesses", "", [t]);
-  $("prompt").replaceChildren(...inputs.map((id, t) => make("li", {}, make("button", {
+  const where = t => mode === "attention" ? [mode, key || "att|0", [head, t, 0]] : ["guesses", "", [t]];
+  $("prompt").replaceChildren(...inputs.map((id, t) => make("li", {}, make("a", { href: at(...where(t)),
     textContent: word(id), title: `position ${t}; then “${word(targets[t])}” came, loss ${say(data.losses[t])}`,
-    ariaCurrent: t === state.position, onclick: () => choose(t),
-    style: shade(Math.exp(-data.losses[t]), 60, "var(--card)") }))));
+    ariaCurrent: t === state.position, style: shade(Math.exp(-data.losses[t]), 60, "var(--card)") }))));
 }
 
 const MODES = { forward: drawDetail, backward: drawDetail, update: drawDetail, attention: drawAttention,
   guesses: drawGuesses, training: drawTraining };
 
 function show() {
+  const before = state.view;
   read();
   const hasMap = MODES[state.mode] === drawDetail;
   document.querySelector("main").className = hasMap ? "" : "one";
   $("map").hidden = !hasMap;
   $("detail").replaceChildren(...MODES[state.mode]());
   if (hasMap && $("map").className !== state.mode) drawMap(state.mode);
-  for (const x of document.querySelectorAll("#map .tile")) x.ariaCurrent = x.value === state.key;
-  for (const x of $("modes").children) x.ariaPressed = x.value === state.mode;
+  for (const a of document.querySelectorAll(".tiles a")) a.ariaCurrent = a.hash === at(state.mode, state.key);
+  for (const a of document.querySelectorAll("nav a")) a.ariaCurrent = a.hash === `#${state.mode}`;
   drawPrompt();
+  if (innerWidth <= 800 && state.view && state.view !== before) ($("head") ?? $("detail")).scrollIntoView();
 }
 
 const ARROWS = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
 addEventListener("keydown", event => {
   const { mode, key, index, picture } = state, arrow = ARROWS[event.key];
-  if (event.target.tagName === "INPUT") return;
+  if (event.target.matches("input:not(#theme)")) return;
   if (event.key === "/") $("find").focus();
   else if (event.key === "Escape") go(mode);
   else if (arrow && key) {
@@ -328,13 +328,10 @@ $("find").onchange = ({ target }) => {
   target.value = "";
   target.blur();
   go(...found);
-  showOnPhone("detail");
 };
 $("names").append(...Array.from(named.keys(), value => make("option", { value })));
 
 $("summary").textContent = `${data.path}: ${data.title}, ${data.model}. ${T} tokens, loss ${say(data.loss)}`;
-$("modes").append(...Object.keys(MODES).map(mode =>
-  make("button", { textContent: mode, value: mode, onclick: () => go(mode) })));
 addEventListener("hashchange", show);
 unpack().then(show, () =>
   $("detail").append("Its bytes were changed: open it from the disk, or serve it without a charset."));

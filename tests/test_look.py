@@ -45,7 +45,7 @@ def open_page(request, workplace, run_here, tmp_path):
             page.on("console", lambda message: errors.append(message.text))
             page.on("pageerror", lambda error: errors.append(str(error)))
             page.goto(f"file://{tmp_path}/look.html")
-            page.wait_for_selector("#prompt button")
+            page.wait_for_selector("#prompt a")
             return page, data, recorder
 
         yield show
@@ -90,16 +90,16 @@ def test_numbers_are_numpy_s(open_page):
 def test_update_guesses_and_film(open_page):
     """The largest move is explained; the last guesses are the model's; the slider goes back to the first checkpoint."""
     page, data, _ = open_page()
-    page.click('[value="update"]')
+    page.click("nav >> text=update")
     page.click("#detail table a")
     assert number(page.inner_text("#value")) and "p -= t" in page.inner_text("pre mark")
-    page.click('[value="guesses"]')
+    page.click("nav >> text=guesses")
     page.wait_for_selector(".guess")
     assert page.locator(".guess").count() == (data["L"] + 1) * (len(data["ids"]) - 1)
-    page.click('[value="attention"]')
+    page.click("nav >> text=attention")
     page.click("text=head 1 >> nth=1")
     page.wait_for_selector("h2:text('Layer 2, head 1')")
-    page.click('[value="training"]')
+    page.click("nav >> text=training")
     for key, step in (("ArrowRight", 6), ("ArrowLeft", 4), ("ArrowLeft", 2)):
         page.press("#frame", key)
         page.wait_for_selector(f"h2:text('at step {step}:')")
@@ -111,8 +111,8 @@ def test_update_guesses_and_film(open_page):
 def test_it_is_used_by_click_and_key_in_both_themes(open_page, width):
     page, data, _ = open_page(width)
     assert page.evaluate("document.documentElement.scrollWidth") <= width and page.locator("b").count() == 0
-    assert page.locator("#prompt button").count() == len(data["ids"]) - 1 == len(PROMPT.encode()) - 1
-    page.click('[value="qkv|1"]')
+    assert page.locator("#prompt a").count() == len(data["ids"]) - 1 == len(PROMPT.encode()) - 1
+    page.click('[href="#forward/qkv|1/"]')
     page.wait_for_selector("#value")
     assert page.locator(".down span").all_inner_texts() == ["query", "key", "value"]
     canvas = page.locator(".big canvas")
