@@ -116,13 +116,13 @@ class Recorder:
         ins = {name: self.newest[x.ctypes.data] if self.is_known(x, before[name]) else self.add(x, before[name], name)
                for name, x in arrays.items() if name not in changed or self.is_known(x, before[name])}
         layer, _, direction = f.__name__.rpartition("_")
-        calls, of = self.forward.setdefault(layer, []), dict.fromkeys(written)  # of: gradient -> (name, layer)
         if direction == "forward":
-            calls.append(arrays)
+            self.forward.setdefault(layer, []).append(arrays)
+            of = dict.fromkeys(written)  # gradient -> (name, layer)
         else:  # the backward pass goes back through the forward calls
-            forward = calls.pop() if calls else {}
-            for name in written:
-                of[name] = self.place(forward[name[1:]])[1:3] if name[1:] in forward else (name[1:], "")
+            forward = self.forward[layer].pop() if layer in self.forward else {}
+            of = {name: self.place(forward[name[1:]])[1:3] if name[1:] in forward else (name[1:], "")
+                  for name in written}
             if "dout" in ins and forward:  # of a sum's terms, to which the sum's gradient is handed on
                 self.gradients.setdefault("{1}|{2}".format(*self.place(forward["out"])), ins["dout"])
         outs = {name: self.add(arrays[name], changed[name], name, number, of[name]) for name in written}

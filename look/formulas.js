@@ -220,11 +220,8 @@ const rotation = (mark, arg, sign) => [mark, (c, t, j) => {
   return j % 2 ? is("a sin + b cos", a * sin + b * cos) : is("a cos − b sin", a * cos - b * sin);
 }];
 
-function weightOf(c, index) {  // and its gradient, which is shown, too
-  const whole = c.move.inWhole(index), weight = newest[c.move.key].num(...whole);
-  shownIn.backward[c.move.key].num(...whole);
-  return weight;
-}
+const weightAndGradient = (c, index) =>
+  [newest, shownIn.backward].map(all => all[c.move.key].num(...c.move.inWhole(index)));
 
 // ---- the formulas ---------------------------------------------------------------------------------------------------
 
@@ -312,7 +309,7 @@ const FORMULAS = {
     return is("probability − that", p - came) * c.dlosses.num(t);
   }],
   "adamw_update.move": ["p -= t", (c, ...index) => {
-    const u = data.update, at = c.move.flat(...index), weight = weightOf(c, index);
+    const u = data.update, at = c.move.flat(...index), [weight] = weightAndGradient(c, index);
     const m = is(`m, the running mean of the gradient: m += ${say(1 - u.beta1)} (gradient − m)`, numbers[c.m + at]);
     const v = is(`v, the running mean of its square: v += ${say(1 - u.beta2)} (gradient² − v)`, numbers[c.v + at]);
     const a = is(`m, as if it had not begun at 0: m / (1 − ${u.beta1}^${u.step})`, m / (1 - u.beta1 ** u.step));
@@ -322,7 +319,7 @@ const FORMULAS = {
     return is(`−${say(c.rate)} × the sum of both`, -c.rate * (step + decay));
   }],
   "muon_update.move": ["param -= u", (c, ...index) => {
-    weightOf(c, index);
+    weightAndGradient(c, index);
     return is("Muon makes all directions of m, a running mean of the gradient, equally long", c.move.num(...index));
   }],
 };

@@ -58,17 +58,19 @@ function bandsOf({ name, shape }) {  // of a tensor's channels: down
   return name === "qkv" ? [["query", Q], ["key", K], ["value", K]] : shape.length === 3 ? tokens : [];
 }
 
-// Click its cells.
-function bigPicture(picture, { low, full }, [row, column], choose, ariaLabel, above = [], beside = []) {
-  const { rows, columns } = picture, least = low < 0 ? -full : 0, up = Math.max(.45, Math.min(28, 460 / rows));
+function bigPicture(ariaLabel) {  // of the tensor that is shown; click its cells
+  const { mode, key, index, tensor, picture } = state, { rows, columns } = picture, { low, full } = tensor.limits;
   const across = Math.min(28, Math.max(200, Math.min(560, innerWidth - 110)) / columns);
-  const canvas = Object.assign(draw(picture, full), { role: "img", ariaLabel });
-  canvas.style = `width:${columns * across}px;height:${rows * up}px`;
-  canvas.onclick = event => choose(clamp(event.offsetY / up, rows - 1), clamp(event.offsetX / across, columns - 1));
+  const up = Math.max(.45, Math.min(28, 460 / rows)), [row, column] = picture.cell(index), least = low < 0 ? -full : 0;
+  const canvas = make("canvas", { role: "img", ariaLabel, style: `width:${columns * across}px;height:${rows * up}px` });
+  canvas.onclick = ({ offsetX, offsetY }) =>
+    go(mode, key, picture.at(clamp(offsetY / up, rows - 1), clamp(offsetX / across, columns - 1)));
+  draw(picture, full, columns, rows, canvas);
   const legend = draw({ rows: 1, columns: 256, number: (r, c) => least + (full - least) * c / 255 }, full);
   legend.className = "legend";
   const chosen = make("i", { style: `left:${column * across - 2}px;top:${row * up - 2}px;width:${
     Math.max(across, 2) + 4}px;height:${Math.max(up, 2) + 4}px` });
+  const [above, beside] = tensor.isWeight ? [[], []] : [tokens, bandsOf(tensor)];
   return make("div", {}, make("div", { className: "big" },
     labels(above, "across", "width", across), labels(beside, "down", "height", up), make("div", {}, canvas, chosen)),
   make("p", {}, `colors: ${say(least)}`, legend, `${say(full)}, and beyond`));
@@ -106,14 +108,16 @@ const go = (...where) => { location.hash = at(...where); };
 let state = {};  // mode; key, tensor, picture and index, if one is shown; given: the address's index; view: key or head
 
 function read() {  // the address -> state; what is wrong in it is ignored
-  const [mode, key, index, number] = decodeURIComponent(location.hash.slice(1)).split("/");
-  state = { mode: mode in MODES ? mode : "forward", key, given: (index || "").split(",").filter(Boolean).map(Number) };
-  const tensor = state.tensor = tensors[number] ?? (shownIn[state.mode] ?? newest)[key];
-  if (!tensor) return void (state.key = "");
+  const [mode, chosen, index = "", number] = decodeURIComponent(location.hash.slice(1)).split("/");
+  const all = shownIn[mode] ?? newest, given = index.split(",").filter(Boolean).map(Number);
+  const key = tensors[number] || all[chosen] ? chosen : mode === "attention" ? "att|0" : "";
+  const tensor = tensors[number] ?? all[key];
+  state = { mode: mode in MODES ? mode : "forward", key, given, tensor };
+  if (!tensor) return;
   const last = tensor.isWeight ? -1 : tensor.shape.length === 3 ? 1 : 0;  // at first, the last position is chosen
   state.index = tensor.shape.map((n, axis) => clamp(state.given[axis] ?? (axis === last ? n : 0), n - 1));
   state.picture = pictureOf(tensor, state.index[0]);
-  state.view = key;
+  state.view = chosen && `${key},${mode === "attention" ? state.index[0] : ""}`;
 }
 
 function tile(key, mode) {
@@ -136,19 +140,20 @@ const seen = new IntersectionObserver(entries => entries.filter(x => x.isInterse
   setTimeout(target.paint);  // after the page is on the screen
 }), { rootMargin: "300px" });
 
-const outsOf = c => Object.values(c.outs), weightsOf = c => Object.values(c.ins).filter(x => x.isWeight);
+const layerOf = c => Object.values(c.outs)[0].layer;
 function drawMap(mode) {  // the calls of the forward pass, a box a layer, the last on top
-  const forward = calls.slice(0, data.forward), first = forward.findIndex(c => outsOf(c)[0].layer === 0);
-  const groups = Map.groupBy(forward, (c, i) => outsOf(c)[0].layer === "" ? i < first ? "Embedding" : "Prediction"
-    : `Layer ${outsOf(c)[0].layer + 1} (l = ${outsOf(c)[0].layer})`);
-  const box = c => {
-    const keys = [...outsOf(c), ...weightsOf(c)].map(x => x.key).filter(key => shownIn[mode][key]);
-    return keys.length ? [make("div", { className: "call" }, words("span", c.f.replace("_forward", "")),
-      make("div", { className: "tiles" }, ...keys.map(key => tile(key, mode))))] : [];
+  const forward = calls.slice(0, data.forward), first = forward.findIndex(c => layerOf(c) === 0);
+  const groups = Map.groupBy(forward, (c, i) =>
+    layerOf(c) !== "" ? `Layer ${layerOf(c) + 1} (l = ${layerOf(c)})` : i < first ? "Embedding" : "Prediction");
+  const boxes = c => {
+    const keys = [...Object.values(c.outs), ...Object.values(c.ins).filter(x => x.isWeight)].map(x => x.key);
+    const tiles = keys.filter(key => shownIn[mode][key]).map(key => tile(key, mode));
+    return tiles.length ? [make("div", { className: "call" }, words("span", c.f.replace("_forward", "")),
+      make("div", { className: "tiles" }, ...tiles))] : [];
   };
   $("map").className = mode;
   $("map").replaceChildren(...[...groups].reverse().map(([title, made]) => make("div", { className: "group" },
-    words("h3", title), make("div", { className: "calls" }, ...made.flatMap(box)))));
+    words("h3", title), make("div", { className: "calls" }, ...made.flatMap(boxes)))));
 }
 
 const linked = ({ tensor, index, value }) => tensor ? link(tensor, index, say(value)) : say(value);
@@ -175,21 +180,23 @@ function howMade(e) {  // and its function's source; the line that computes the 
 }
 
 function drawDetail() {
-  const { mode, key, index, tensor, picture } = state;
+  const { mode, key, index, tensor } = state;
   if (!key) return mode === "update" ? mostMoved() : introduction();
-  const what = whatIs(tensor), isGiven = tensor.by === null;
+  const what = whatIs(tensor), isGiven = tensor.by === null, { low, high } = tensor.limits;
+  const row = list(tensor.shape.at(-1), i => index.with(-1, i));
   return [words("h2", tensor.title + ofLayer(tensor.layer)),
     words("p", { backward: `How the loss changes with ${tensor.name}: ${what}.`, forward: `It is ${what}.`,
       update: `How far ${data.update.optimizer} moves ${tensor.name}: the rows and columns with the largest moves.`,
     }[tensor.mode]),
-    words("p", `${newest[key].shape.join(" × ")} numbers, ${say(tensor.limits.low)} … ${say(tensor.limits.high)}`),
-    bigPicture(picture, tensor.limits, picture.cell(index), (r, c) => go(mode, key, picture.at(r, c)),
-      `${tensor.title}: ${what}`, ...(tensor.isWeight ? [] : [tokens, bandsOf(tensor)])),
+    words("p", `${(newest[key] ?? tensor).shape.join(" × ")} numbers, ${say(low)} … ${say(high)}`),
+    bigPicture(`${tensor.title}: ${what}`),
     ...(tensor.whole ? [] : [make("p", { className: "index" }, ...index.map((i, axis) => make("label", {},
       `${tensor.axes[axis]} `, make("input", { type: "number", value: i, min: 0, max: tensor.shape[axis] - 1,
         onchange: event => go(mode, key, index.with(axis, +event.target.value)) }))))]),
     make("p", {}, [tensor.label(index), ...tensor.inWords(index)].join(", "), ": ",
       words("output", say(tensor.num(...index)))),
+    make("details", { open: mode === "attention" }, words("summary", "The largest of its row"), table(largest(row, 8,
+      i => tensor.num(...i)).map(i => [tensor.inWords(i).at(-1), link(tensor, i, say(tensor.num(...i)))]))),
     ...(isGiven ? [words("p", tensor.isWeight ? "Training made this weight." : "It is given.")]
       : howMade(explain(tensor, index)))];
 }
@@ -222,18 +229,12 @@ function introduction() {
 }
 
 function drawAttention() {
-  const [l, h, t] = state.key ? [state.tensor.layer, ...state.index] : [0, 0, T - 1], att = newest[`att|${l}`];
-  const looks = largest(inputs.map((_, x) => [x, att.num(h, t, x)]), 8, ([, p]) => p);
+  const { tensor, index: [head, t] } = state;
   state.position = t;
-  state.view = state.key && `${l},${h}`;
   return [make("div", {}, words("h2", "Where each head looks"),
     words("p", "A row is a position, the first on top; its columns are the positions up to it. Full color: 1."),
-    headGrid((l, h, r, c) => newest[`att|${l}`].num(h, r, c), `${l},${h}`)),
-  make("div", { id: "head" }, words("h2", `Layer ${l + 1}, head ${h + 1}`),
-    bigPicture(pictureOf(att, h), { low: 0, full: 1 }, [t, looks[0][0]], r => go("attention", `att|${l}`, [h, r, 0]),
-      `attention of layer ${l + 1}, head ${h + 1}`, tokens, tokens),
-    words("p", `From position ${position(t)} it looks at (the prompt above chooses another position):`),
-    table(looks.map(([x, p]) => [position(x), link(att, [h, t, x], say(p))])))];
+    headGrid((l, h, r, c) => newest[`att|${l}`].num(h, r, c), `${tensor.layer},${head}`)),
+  make("div", { id: "head" }, ...drawDetail())];
 }
 
 const shade = (p, most, paper) => `background:color-mix(in srgb, var(--accent) ${Math.round(most * p)}%, ${paper})`;
@@ -254,7 +255,7 @@ function drawGuesses() {
     ["after", ...data.guesses.map((_, l) => l ? `layer ${l}` : "embedding"), "came"])),
   make("div", {}, words("h2", `After ${position(t)} came “${word(targets[t])}”`),
     words("p", `Loss ${say(data.losses[t])}. The five best guesses:`),
-    table(data.guesses.at(-1)[t].map(([id, p]) => [`“${word(id)}”`, say(p)])),
+    table(data.guesses.at(-1)[t].map(([id, p]) => [`“${word(id)}”`, link(newest["probs|"], [t, id], say(p))])),
     words("p", "How much that loss depends on each token: the gradient with respect to its embedding, times the"
       + " embedding. Positive: more of it would raise the loss."),
     table(largest(Array.from(depends, (x, i) => [i, x]), 10, ([, x]) => x).map(([i, x]) => [position(i), say(x)])))];
@@ -279,8 +280,8 @@ function drawTraining() {
 }
 
 function drawPrompt() {  // the likelier a token's successor was, the bluer
-  const { mode, key = "", index: [head] = [0] } = state;
-  const where = t => mode === "attention" ? [mode, key || "att|0", [head, t, 0]] : ["guesses", "", [t]];
+  const { mode, key, index: [head] = [0] } = state;
+  const where = t => mode === "attention" ? [mode, key, [head, t, 0]] : ["guesses", "", [t]];
   $("prompt").replaceChildren(...inputs.map((id, t) => make("li", {}, make("a", { href: at(...where(t)),
     textContent: word(id), title: `position ${t}; then “${word(targets[t])}” came, loss ${say(data.losses[t])}`,
     ariaCurrent: t === state.position, style: shade(Math.exp(-data.losses[t]), 60, "var(--card)") }))));
@@ -316,20 +317,19 @@ addEventListener("keydown", event => {
   event.preventDefault();
 });
 
-const named = new Map(Object.keys(shownIn).flatMap(mode => Object.keys(shownIn[mode]).map(key => {
-  const [name, l] = key.split("|");  // "qkv 2", "dqkv 2"
-  return [PREFIX[mode] + name + (l && ` ${+l + 1}`), [mode, key]];
-})));
-
+for (const mode in shownIn) for (const key in shownIn[mode]) {
+  const [name, l] = key.split("|"), value = PREFIX[mode] + name + (l && ` ${+l + 1}`);  // "qkv 2", "dqkv 2"
+  $("names").append(make("option", { value, where: [mode, key] }));
+}
 $("find").onchange = ({ target }) => {
-  const text = target.value.trim(), found = named.get(text) ?? named.get(`${text} 1`);
+  const text = target.value.trim(), names = [text, `${text} 1`];
+  const found = Array.from($("names").options).find(({ value }) => names.includes(value));
   target.setCustomValidity(found ? "" : "no such tensor");
   if (!target.reportValidity()) return;
   target.value = "";
   target.blur();
-  go(...found);
+  go(...found.where);
 };
-$("names").append(...Array.from(named.keys(), value => make("option", { value })));
 
 $("summary").textContent = `${data.path}: ${data.title}, ${data.model}. ${T} tokens, loss ${say(data.loss)}`;
 addEventListener("hashchange", show);

@@ -85,6 +85,10 @@ def test_numbers_are_numpy_s(open_page):
         for value in map(number, page.locator("#detail output").all_inner_texts()):  # shown, and explained
             assert value == expected or abs(value - expected) <= near + 0.0051 * abs(expected), (f, argument, index)
         assert page.locator(".made b").count() and page.locator("pre mark").count() == 1, (f, argument)
+    page.evaluate("location.hash = tensors.find(tensor => tensor.arg === 'dlosses').href([0])")
+    page.wait_for_selector("text=It is given.")
+    page.evaluate("location.hash = '#attention/none/9,9'")
+    page.wait_for_selector("h2:text('att of layer 1')")
 
 
 def test_update_guesses_and_film(open_page):
@@ -98,7 +102,8 @@ def test_update_guesses_and_film(open_page):
     assert page.locator(".guess").count() == (data["L"] + 1) * (len(data["ids"]) - 1)
     page.click("nav >> text=attention")
     page.click("text=head 1 >> nth=1")
-    page.wait_for_selector("h2:text('Layer 2, head 1')")
+    page.wait_for_selector("h2:text('att of layer 2')")
+    assert page.locator("details a").count() == min(8, len(data["ids"]) - 1) == 8
     page.click("nav >> text=training")
     for key, step in (("ArrowRight", 6), ("ArrowLeft", 4), ("ArrowLeft", 2)):
         page.press("#frame", key)
