@@ -59,21 +59,19 @@ function bandsOf({ name, shape }) {  // of a tensor's channels: down
 }
 
 function bigPicture(ariaLabel) {  // of the tensor that is shown; click its cells
-  const { mode, key, index, tensor, picture } = state, { rows, columns } = picture, { low, full } = tensor.limits;
+  const { mode, key, index, tensor, picture } = state, { rows, columns } = picture, { full } = tensor.limits;
   const across = Math.min(28, Math.max(200, Math.min(560, innerWidth - 110)) / columns);
-  const up = Math.max(.45, Math.min(28, 460 / rows)), [row, column] = picture.cell(index), least = low < 0 ? -full : 0;
+  const up = Math.max(.45, Math.min(28, 460 / rows)), [row, column] = picture.cell(index);
   const canvas = make("canvas", { role: "img", ariaLabel, style: `width:${columns * across}px;height:${rows * up}px` });
   canvas.onclick = ({ offsetX, offsetY }) =>
     go(mode, key, picture.at(clamp(offsetY / up, rows - 1), clamp(offsetX / across, columns - 1)));
   draw(picture, full, columns, rows, canvas);
-  const legend = draw({ rows: 1, columns: 256, number: (r, c) => least + (full - least) * c / 255 }, full);
-  legend.className = "legend";
   const chosen = make("i", { style: `left:${column * across - 2}px;top:${row * up - 2}px;width:${
     Math.max(across, 2) + 4}px;height:${Math.max(up, 2) + 4}px` });
   const [above, beside] = tensor.isWeight ? [[], []] : [tokens, bandsOf(tensor)];
   return make("div", {}, make("div", { className: "big" },
     labels(above, "across", "width", across), labels(beside, "down", "height", up), make("div", {}, canvas, chosen)),
-  make("p", {}, `colors: ${say(least)}`, legend, `${say(full)}, and beyond`));
+  make("p", {}, `colors: ${say(-full)}`, make("span", { className: "legend" }), `${say(full)}, and beyond`));
 }
 
 function headGrid(number, chosen) {  // all attention maps: a row a layer
@@ -123,8 +121,7 @@ function read() {  // the address -> state; what is wrong in it is ignored
 function tile(key, mode) {
   const tensor = newest[key], shown = shownIn[mode][key], picture = pictureOf(shown);
   const canvas = make("canvas"), range = words("small", "…"), most = shown.shape.length === 3 ? 208 : 104;
-  canvas.style.width = `${Math.max(48, Math.min(most, picture.columns))}px`;
-  canvas.style.height = `${Math.max(6, Math.min(56, picture.rows))}px`;
+  canvas.style = `width:clamp(48px,${picture.columns}px,${most}px);height:clamp(6px,${picture.rows}px,56px)`;
   const link = make("a", { href: at(mode, key), className: tensor.isWeight ? "weight" : "",
     title: whatIs(tensor) + ofLayer(tensor.layer) },
   canvas, PREFIX[mode] + tensor.name, words("small", tensor.shape.join(" × ")), range);
@@ -160,7 +157,7 @@ const linked = ({ tensor, index, value }) => tensor ? link(tensor, index, say(va
 
 function termsOf(rows) {  // a sum's, the largest first, each with the words for what changes from one to the next
   const shown = largest(rows, 12, row => row.value), rest = rows.filter(row => !shown.includes(row));
-  const changes = (_, axis) => rows.length === 1 || rows[0].parts[0].index[axis] !== rows[1].parts[0].index[axis];
+  const changes = (_, axis) => rows.length === 1 || new Set(rows.map(row => row.parts[0].index[axis])).size > 1;
   return table([...shown.map(({ parts: [first, ...others], value }) => [
     first.tensor.inWords(first.index).filter(changes).join(", "), linked(first),
     ...others.flatMap(part => ["×", linked(part)]), value === first.value ? "" : `= ${say(value)}`]),
