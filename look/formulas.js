@@ -137,12 +137,12 @@ const shared = (c, row, words, make) => is(words, (c.shared[words] ??= [])[row] 
 const matmul = (mark, words, first, p, second, q) => [mark, (c, i, j) => {
   const a = c[first], b = c[second], term = k => (p ? a.num(i, k) : a.num(k, i)) * (q ? b.num(j, k) : b.num(k, j));
   return sum(words, a.shape[p], term) + (c.bias ? c.bias.num(j) : 0);
-}, c => product(c[first], p, c[second], q, c.bias)];
+}, c => product(c[first], c[first].data, p, c[second], c[second].data, q, c.bias)];
 
 // All of them, in blocks of 2 x 2, which read what they share once: that is twice as fast.
-function product(a, p, b, q, bias) {
+function product(a, x, p, b, y, q, bias) {  // x, y: the tensors' numbers, made before
   const I = a.shape[1 - p], J = b.shape[1 - q], count = a.shape[p], out = new Float32Array(I * J);
-  const x = a.data, y = b.data, di = a.strides[1 - p], dp = a.strides[p], dj = b.strides[1 - q], dq = b.strides[q];
+  const di = a.strides[1 - p], dp = a.strides[p], dj = b.strides[1 - q], dq = b.strides[q];
   for (let i = 0; i < I; i += 2) for (let j = 0; j < J; j += 2) {
     const i2 = Math.min(i + 1, I - 1), j2 = Math.min(j + 1, J - 1), down = (i2 - i) * di, right = (j2 - j) * dj;
     let own = 0, beside = 0, below = 0, across = 0;
