@@ -120,7 +120,7 @@ function sum(words, count, term) {  // explained by rows: the parts of a term, a
   const outer = parts, rows = [];
   let sum = 0;
   for (let i = 0; i < count; i++) {
-    parts = outer && [];
+    if (outer) parts = [];
     const value = term(i);
     if (outer) rows.push({ parts, value });
     sum += value;
