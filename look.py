@@ -12,6 +12,7 @@ no network.
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
 import contextlib
+import functools
 import inspect
 import json
 import os
@@ -19,6 +20,7 @@ import re
 import sys
 import webbrowser
 import zlib
+from unittest import mock
 
 import numpy as np
 
@@ -31,31 +33,29 @@ from llmc.tensors import bf16_bits, bf16_to_float32, flat, table_elements, views
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "look")
 MOST_TOKENS, MOST_MB, MOST_FRAMES, MOST_ROWS = 64, 32, 12, 32
+same = functools.partial(np.array_equal, equal_nan=True)
 
 
 @contextlib.contextmanager
 def watching(call):
     """Within the block, the layers' functions run as call(function, arguments): of all trainers, as they share some."""
-    found = [(module, name, f) for module in (sys.modules[page.__module__] for page in pages())
-             for name, f in vars(module).items() if re.fullmatch(r"\w+_(forward|backward)", name)]
     running = []
 
-    def watch(f):
-        def watched(*args):
+    def watched(f):
+        def run(*args):
             if running:  # called by another layer's function
                 return f(*args)
             running.append(f)
             call(f, inspect.signature(f).bind(*args).arguments)
             running.pop()
-        return watched
+        return run
 
-    try:
-        for module, name, f in found:
-            setattr(module, name, watch(f))
+    with contextlib.ExitStack() as patches:
+        for module in (sys.modules[page.__module__] for page in pages()):
+            layers = {name: watched(f) for name, f in vars(module).items()
+                      if re.fullmatch(r"\w+_(forward|backward)", name)}
+            patches.enter_context(mock.patch.multiple(module, **layers))
         yield
-    finally:
-        for module, name, f in found:
-            setattr(module, name, f)
 
 
 class Numbers:
@@ -79,10 +79,6 @@ class Numbers:
         return re.sub(rb"[\0\r<=]", lambda found: b"=%c" % (found[0][0] ^ 64), packed)
 
 
-def same(x, y):
-    return np.array_equal(x, y, equal_nan=True)
-
-
 class Recorder:
     """The calls of a step, and the tensors that they read and write. A buffer that is written anew is a new tensor."""
 
@@ -90,49 +86,46 @@ class Recorder:
         self.tensors, self.calls, self.numbers = [], [], Numbers()  # what the page is told
         self.contents, self.arguments = [], []  # of each tensor, of each call
         self.gradients, self.forward = {}, {}  # "name|layer" -> its gradient's number; layer -> arrays of its calls
-        self.newest, self.places = {}, {}  # address -> the number of its newest tensor; kind, name, layer
-        self.V, self.table = model.config.V, model.params.table
+        self.newest, self.places = {}, {}  # address -> the number of its newest tensor; kind, name, layer, rows
         for kind in ("params", "grads", "acts", "scratch"):
             tensors = getattr(model, kind)
             for name, row in tensors.table.items():
-                whole = getattr(tensors, name)
+                whole, rows = getattr(tensors, name), model.config.V if row.vocabulary else None
                 for l, tensor in enumerate(whole) if row.stacked else [("", whole)]:
-                    self.places[tensor.ctypes.data] = kind, name, l
+                    self.places[tensor.ctypes.data] = kind, name, l, rows
                     if kind == "params":
-                        self.add(tensor, self.cut(tensor).copy(), name)
+                        self.add(tensor, self.copy(tensor), name)
 
     def place(self, x):
-        """(kind, name, layer) of an array, by its address; the layer is "" outside of layers."""
-        return self.places.get(x.ctypes.data, ("", "", ""))
+        """(kind, name, layer, rows) of an array, by its address. The layer is "" outside of layers, rows is None but
+        where others pad the vocabulary."""
+        return self.places.get(x.ctypes.data, ("", "", "", None))
 
-    def cut(self, x):
-        """Without the rows that pad the vocabulary."""
-        kind, name, _ = self.place(x)
-        return x[: self.V] if kind in ("params", "grads") and self.table[name].vocabulary else x
+    def copy(self, x):
+        return x[: self.place(x)[3]].copy()
 
     def record(self, f, arguments):
         """Call a layer's function, and note what it reads and writes. What it wrote may have been read before, as by
         `+=`: if its content was known, it is among both."""
         arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
-        before, number = {name: self.cut(x).copy() for name, x in arrays.items()}, len(self.calls)
+        before, number = {name: self.copy(x) for name, x in arrays.items()}, len(self.calls)
         f(**arguments)
-        written = {}  # a name for each buffer: gelu_backward's dinp is its dout
-        for name, x in arrays.items():
-            if not same(self.cut(x), before[name]) and x.ctypes.data not in written.values():
-                written[name] = x.ctypes.data
+        changed = {name: content for name, x in arrays.items() if not same(content := self.copy(x), before[name])}
+        addresses = [arrays[name].ctypes.data for name in changed]  # gelu_backward's dinp is its dout: the first counts
+        written = [name for i, name in enumerate(changed) if addresses.index(addresses[i]) == i]
         ins = {name: self.newest[x.ctypes.data] if self.is_known(x, before[name]) else self.add(x, before[name], name)
-               for name, x in arrays.items() if name not in written or self.is_known(x, before[name])}
+               for name, x in arrays.items() if name not in changed or self.is_known(x, before[name])}
         layer, _, direction = f.__name__.rpartition("_")
-        calls, of = self.forward.setdefault(layer, []), dict.fromkeys(written)  # of: gradient -> (name, layer)
         if direction == "forward":
-            calls.append(arrays)
+            self.forward.setdefault(layer, []).append(arrays)
+            of = dict.fromkeys(written)  # gradient -> (name, layer)
         else:  # the backward pass goes back through the forward calls
-            forward = calls.pop() if calls else {}
-            for name in written:
-                of[name] = self.place(forward[name[1:]])[1:] if name[1:] in forward else (name[1:], "")
+            forward = self.forward[layer].pop() if layer in self.forward else {}
+            of = {name: self.place(forward[name[1:]])[1:3] if name[1:] in forward else (name[1:], "")
+                  for name in written}
             if "dout" in ins and forward:  # of a sum's terms, to which the sum's gradient is handed on
                 self.gradients.setdefault("{1}|{2}".format(*self.place(forward["out"])), ins["dout"])
-        outs = {name: self.add(x := arrays[name], self.cut(x).copy(), name, number, of[name]) for name in written}
+        outs = {name: self.add(arrays[name], changed[name], name, number, of[name]) for name in written}
         sizes = {name: x for name, x in arguments.items() if isinstance(x, (int, float))}
         self.calls.append(dict(f=f.__name__, ins=ins, outs=outs, sizes=sizes))
         self.arguments.append((f, arguments))
@@ -142,7 +135,7 @@ class Recorder:
 
     def add(self, x, content, argument, by=None, of=None):
         """A new tensor, written by call `by`, the gradient `of` (name, layer) or itself; returns its number."""
-        kind, name, l = self.place(x)
+        kind, name, l, _ = self.place(x)
         shape = content.shape[kind in ("acts", "scratch") or content.dtype.kind == "i" :]  # of a batch of one
         self.newest[x.ctypes.data] = len(self.tensors)
         if of:
@@ -206,10 +199,9 @@ def update(model, path, settings, recorder):
     of a run's newest checkpoint, if there are; else it is a first update."""
     optimizer, step, add = model.optimizer, 0, recorder.numbers.add
     rates, others = getattr(optimizer, "RATES", {}), getattr(optimizer, "MATRICES", ())
-    steps = complete_checkpoints(path) if os.path.isdir(path) else []
-    if steps and os.path.exists(state := checkpoint_paths(path, steps[-1])[1]):
+    if steps := complete_checkpoints(path):
         try:
-            step = read_optimizer_state(state, owned_by_one(optimizer))[0].step
+            step = read_optimizer_state(checkpoint_paths(path, steps[-1])[1], owned_by_one(optimizer))[0].step
         except UserError as error:  # of several GPUs, say
             print(f"note: the update shown is a first one: {error}", file=sys.stderr)
     moved = views(model.params.table, model.params.buffer.copy())
@@ -237,7 +229,7 @@ def update(model, path, settings, recorder):
 def film(path, inputs, targets, numbers):
     """The prompt in the checkpoints of a run: loss, guesses, the root mean square of the residual stream after each
     layer (layer 0: embedding), and attention, in steps of 1/32."""
-    steps, frames = complete_checkpoints(path) if os.path.isdir(path) else [], []
+    steps, frames = complete_checkpoints(path), []
     for i in sorted({round(x) for x in np.linspace(0, len(steps) - 1, MOST_FRAMES)}) if len(steps) > 1 else ():
         model = load_rounded(checkpoint_paths(path, steps[i])[0])
         loss, acts = model.forward(inputs, targets), model.model.acts

@@ -1,58 +1,6 @@
 // What one sees. The address says what is shown: #mode/tensor/index.
 
-// ---- pictures: { rows, columns, number(row, column), low, high, full } ----------------------------------------------
-
-const { style } = document.documentElement;
-style.colorScheme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-
-function palette() {  // 511 colors, orange for negative to blue for positive: the color-blind tell them apart, too
-  const [low, middle, high] = style.colorScheme === "dark" ? [[255, 150, 60], [32, 34, 40], [110, 185, 255]]
-    : [[179, 88, 6], [250, 249, 246], [5, 80, 160]];
-  return list(511, i => middle.map((x, channel) =>
-    x + ((i > 255 ? high : low)[channel] - x) * Math.abs(i - 255) / 255));
-}
-let colors = palette();
-const clamp = (x, most) => Math.max(0, Math.min(most, Math.floor(x) || 0));
-
-function span(numbers) {  // full: the size that has the full color; one number of 200 is larger
-  const sampled = Math.min(4096, numbers.length), every = Math.floor(numbers.length / sampled);
-  const sizes = list(sampled, i => Math.abs(numbers[i * every])).filter(isFinite).sort((a, b) => a - b);
-  let low = Infinity, high = -Infinity;
-  for (const x of numbers) if (isFinite(x)) {
-    low = Math.min(low, x);
-    high = Math.max(high, x);
-  }
-  return { low, high, full: sizes[Math.floor(sizes.length * .995)] || Math.max(-low, high) || 1 };
-}
-
-// A pixel has the largest of its numbers.
-function draw({ rows, columns, number, full }, width = columns, height = rows, canvas = make("canvas")) {
-  const w = canvas.width = Math.min(columns, width), h = canvas.height = Math.min(rows, height);
-  const context = canvas.getContext("2d"), image = context.createImageData(w, h);
-  for (let y = 0; y < h; y++) for (let x = 0; x < w; x++) {
-    let most = 0;
-    for (let r = Math.floor(y * rows / h); r < Math.floor((y + 1) * rows / h); r++)
-      for (let c = Math.floor(x * columns / w); c < Math.floor((x + 1) * columns / w); c++) {
-        const value = number(r, c);
-        if (isFinite(value) && Math.abs(value) > Math.abs(most)) most = value;
-      }
-    image.data.set([...colors[clamp(255.5 + 255 * most / full, 510)], 255], 4 * (y * w + x));
-  }
-  context.putImageData(image, 0, 0);
-  return canvas;
-}
-
-// Of a tensor: tokens across, channels down; a weight as it is; one head's attention, or all side by side.
-function pictureOf(tensor, head) {  // at(row, column) is the index of a number, cell(index) where it is
-  const [I, J = 1, K] = tensor.shape, x = tensor.data, limits = span(x);
-  if (K && head === undefined)
-    return { rows: J, columns: I * K, number: (r, c) => x[(Math.floor(c / K) * J + r) * K + c % K], ...limits };
-  const [rows, columns, at, cell] = K ? [J, K, (r, c) => [head, r, c], ([, r, c]) => [r, c]]
-    : J === 1 ? [1, I, (r, c) => [c], ([c]) => [0, c]]
-      : tensor.isWeight ? [I, J, (r, c) => [r, c], index => index] : [J, I, (r, c) => [c, r], ([c, r]) => [r, c]];
-  const [start, below, right] = [[0, 0], [1, 0], [0, 1]].map(([r, c]) => tensor.flat(...at(r, c)));
-  return { rows, columns, number: (r, c) => x[start + r * (below - start) + c * (right - start)], at, cell, ...limits };
-}
+// ---- elements -------------------------------------------------------------------------------------------------------
 
 function make(tag, fields, ...children) {
   const element = Object.assign(document.createElement(tag), fields);
@@ -67,6 +15,40 @@ const link = (tensor, index, text = tensor.label(index) + ofLayer(tensor.layer))
   make("a", { href: tensor.href(index), textContent: text });
 const largest = (all, count, number) =>  // its numbers are the largest, positive or negative
   all.toSorted((a, b) => Math.abs(number(b)) - Math.abs(number(a))).slice(0, count);
+const clamp = (x, most) => Math.max(0, Math.min(most, Math.floor(x) || 0));
+
+// ---- pictures: { rows, columns, number(row, column) } ---------------------------------------------------------------
+
+const ORANGE = [230, 116, 20], BLUE = [40, 125, 225];  // negative, positive: the color-blind tell them apart, too
+
+// A pixel has the largest of its numbers, and is as opaque; `full` or more: opaque.
+function draw({ rows, columns, number }, full, width = columns, height = rows, canvas = make("canvas")) {
+  const w = canvas.width = Math.min(columns, width), h = canvas.height = Math.min(rows, height);
+  const context = canvas.getContext("2d"), image = context.createImageData(w, h);
+  for (let y = 0; y < h; y++) for (let x = 0; x < w; x++) {
+    let most = 0;
+    for (let r = Math.floor(y * rows / h); r < Math.floor((y + 1) * rows / h); r++)
+      for (let c = Math.floor(x * columns / w); c < Math.floor((x + 1) * columns / w); c++) {
+        const value = number(r, c);
+        if (isFinite(value) && Math.abs(value) > Math.abs(most)) most = value;
+      }
+    image.data.set([...(most < 0 ? ORANGE : BLUE), 255 * Math.abs(most) / full], 4 * (y * w + x));
+  }
+  context.putImageData(image, 0, 0);
+  return canvas;
+}
+
+// Of a tensor: tokens across, channels down; a weight as it is; one head's attention, or all side by side.
+function pictureOf(tensor, head) {  // at(row, column) is the index of a number, cell(index) where it is
+  const [I, J = 1, K] = tensor.shape;
+  const [rows, columns, at, cell] =
+    K && head === undefined ? [J, I * K, (r, c) => [Math.floor(c / K), r, c % K]]
+      : K ? [J, K, (r, c) => [head, r, c], ([, r, c]) => [r, c]]
+        : tensor.isWeight && J > 1 ? [I, J, (r, c) => [r, c], index => index]
+          : [J, I, (r, c) => [c, r], ([c, r = 0]) => [r, c]];
+  return { rows, columns, at, cell, number: (r, c) => tensor.num(...at(r, c)) };
+}
+
 const tokens = inputs.map(id => [word(id), 1]);  // labels: words, and how many rows or columns each is for
 const labels = (all, className, side, size) => make("div", { className }, ...all.map(([textContent, n]) =>
   make("span", { textContent, className: textContent.length > 1 ? "word" : "",
@@ -76,28 +58,26 @@ function bandsOf({ name, shape }) {  // of a tensor's channels: down
   return name === "qkv" ? [["query", Q], ["key", K], ["value", K]] : shape.length === 3 ? tokens : [];
 }
 
-// Click its cells.
-function bigPicture(picture, [row, column], choose, ariaLabel, above = [], beside = []) {
-  const { rows, columns, low, full } = picture, least = low < 0 ? -full : 0;
-  const wide = Math.max(200, Math.min(560, innerWidth - 110)) / columns, up = Math.max(.45, Math.min(28, 460 / rows));
-  const across = wide > 2 ? Math.min(28, Math.floor(wide)) : wide;
-  const canvas = Object.assign(draw(picture), { role: "img", ariaLabel });
-  canvas.style = `width:${columns * across}px;height:${rows * up}px`;
-  canvas.onclick = event => choose(clamp(event.offsetY / up, rows - 1), clamp(event.offsetX / across, columns - 1));
-  const legend = draw({ rows: 1, columns: 256, number: (r, c) => least + (full - least) * c / 255, full });
-  legend.className = "legend";
+function bigPicture(ariaLabel) {  // of the tensor that is shown; click its cells
+  const { mode, key, index, tensor, picture } = state, { rows, columns } = picture, { full } = tensor.limits;
+  const across = Math.min(28, Math.max(200, Math.min(560, innerWidth - 110)) / columns);
+  const up = Math.max(.45, Math.min(28, 460 / rows)), [row, column] = picture.cell(index);
+  const canvas = make("canvas", { role: "img", ariaLabel, style: `width:${columns * across}px;height:${rows * up}px` });
+  canvas.onclick = ({ offsetX, offsetY }) =>
+    go(mode, key, picture.at(clamp(offsetY / up, rows - 1), clamp(offsetX / across, columns - 1)));
+  draw(picture, full, columns, rows, canvas);
   const chosen = make("i", { style: `left:${column * across - 2}px;top:${row * up - 2}px;width:${
     Math.max(across, 2) + 4}px;height:${Math.max(up, 2) + 4}px` });
+  const [above, beside] = tensor.isWeight ? [[], []] : [tokens, bandsOf(tensor)];
   return make("div", {}, make("div", { className: "big" },
     labels(above, "across", "width", across), labels(beside, "down", "height", up), make("div", {}, canvas, chosen)),
-  make("p", {}, `colors: ${say(least)}`, legend, `${say(full)}, and beyond`));
+  make("p", {}, `colors: ${say(-full)}`, make("span", { className: "legend" }), `${say(full)}, and beyond`));
 }
 
-function headGrid(number, choose, chosen) {  // all attention maps: a row a layer
+function headGrid(number, chosen) {  // all attention maps: a row a layer
   return make("div", {}, ...list(data.L, l => make("div", { className: "heads" }, words("span", `Layer ${l + 1}`),
-    ...list(data.NH, h => make("button", { className: "tile", onclick: () => choose(l, h),
-      ariaCurrent: chosen === `${l},${h}` },
-    draw({ rows: T, columns: T, number: (r, c) => number(l, h, r, c), full: 1 }), `head ${h + 1}`)))));
+    ...list(data.NH, h => make("a", { href: at("attention", `att|${l}`, [h]), ariaCurrent: chosen === `${l},${h}` },
+      draw({ rows: T, columns: T, number: (r, c) => number(l, h, r, c) }, 1), `head ${h + 1}`)))));
 }
 
 // ---- the page -------------------------------------------------------------------------------------------------------
@@ -121,65 +101,68 @@ const WHAT = {  // each tensor of the trainers
 };
 const whatIs = ({ name }) => WHAT[name] ?? WHAT[name.replace(/.*_/, "_")] ?? "a weight";
 const ofLayer = l => l === "" ? "" : ` of layer ${l + 1}`;
-const go = (mode, key = "", index = []) => { location.hash = `${mode}/${key}/${index.join(",")}`; };
-const showOnPhone = id => innerWidth <= 800 && $(id).scrollIntoView();
-let state = {};  // mode; key, tensor, picture and index, if one is shown; given: the address's index
+const at = (mode, key = "", index = []) => `#${mode}/${key}/${index.join(",")}`;
+const go = (...where) => { location.hash = at(...where); };
+let state = {};  // mode; key, tensor, picture and index, if one is shown; given: the address's index; view: key or head
 
 function read() {  // the address -> state; what is wrong in it is ignored
-  const [mode, key, index, number] = decodeURIComponent(location.hash.slice(1)).split("/");
-  state = { mode: mode in MODES ? mode : "forward", key, given: (index || "").split(",").filter(Boolean).map(Number) };
-  const tensor = state.tensor = tensors[number] ?? (shownIn[state.mode] ?? newest)[key];
-  if (!tensor) return void (state.key = "");
+  const [mode, chosen, index = "", number] = decodeURIComponent(location.hash.slice(1)).split("/");
+  const all = shownIn[mode] ?? newest, given = index.split(",").filter(Boolean).map(Number);
+  const key = tensors[number] || all[chosen] ? chosen : mode === "attention" ? "att|0" : "";
+  const tensor = tensors[number] ?? all[key];
+  state = { mode: mode in MODES ? mode : "forward", key, given, tensor };
+  if (!tensor) return;
   const last = tensor.isWeight ? -1 : tensor.shape.length === 3 ? 1 : 0;  // at first, the last position is chosen
   state.index = tensor.shape.map((n, axis) => clamp(state.given[axis] ?? (axis === last ? n : 0), n - 1));
   state.picture = pictureOf(tensor, state.index[0]);
+  state.view = chosen && `${key},${mode === "attention" ? state.index[0] : ""}`;
 }
 
 function tile(key, mode) {
-  const tensor = newest[key], shown = shownIn[mode][key], [I, J = 1, K] = shown.shape, canvas = make("canvas");
-  const [columns, rows] = K ? [208, 56] : tensor.isWeight && J > 1 ? [J, I] : [I, J], range = words("small", "…");
-  const width = Math.max(48, Math.min(columns, K ? 208 : 104)), height = Math.max(6, Math.min(rows, 56));
-  canvas.style = `width:${width}px;height:${height}px`;
-  const button = make("button", { className: tensor.isWeight ? "tile weight" : "tile", value: key,
-    title: whatIs(tensor) + ofLayer(tensor.layer), onclick: () => { go(mode, key); showOnPhone("detail"); } },
+  const tensor = newest[key], shown = shownIn[mode][key], picture = pictureOf(shown);
+  const canvas = make("canvas"), range = words("small", "…"), most = shown.shape.length === 3 ? 208 : 104;
+  canvas.style = `width:clamp(48px,${picture.columns}px,${most}px);height:clamp(6px,${picture.rows}px,56px)`;
+  const link = make("a", { href: at(mode, key), className: tensor.isWeight ? "weight" : "",
+    title: whatIs(tensor) + ofLayer(tensor.layer) },
   canvas, PREFIX[mode] + tensor.name, words("small", tensor.shape.join(" × ")), range);
-  button.paint = () => {  // when it is first seen; its size stands before, so that nothing moves then
-    const picture = pictureOf(shown);
-    draw(picture, ...K ? [I * K, J] : [104, 56], canvas);
-    range.textContent = `${say(picture.low)} … ${say(picture.high)}`;
+  link.paint = () => {  // when it is first seen; its size stands before, so that nothing moves then
+    draw(picture, shown.limits.full, most, 56, canvas);
+    range.textContent = `${say(shown.limits.low)} … ${say(shown.limits.high)}`;
   };
-  seen.observe(button);
-  return button;
+  seen.observe(link);
+  return link;
 }
 const seen = new IntersectionObserver(entries => entries.filter(x => x.isIntersecting).forEach(({ target }) => {
   seen.unobserve(target);
   setTimeout(target.paint);  // after the page is on the screen
 }), { rootMargin: "300px" });
 
-function drawMap() {  // the calls of the forward pass, a box a layer, the last on top
-  const groups = [], mode = state.mode;
-  for (const c of calls.slice(0, data.forward)) {
-    const outs = Object.values(c.outs), { layer } = outs[0];
-    if (groups.at(-1)?.layer !== layer) groups.push({ layer, boxes: [] });
-    const read = Object.values(c.ins).filter(x => x.isWeight);
-    const shown = [...outs, ...read].filter(x => shownIn[mode][x.key]);
-    if (shown.length) groups.at(-1).boxes.push(make("div", { className: "call" },
-      words("span", c.f.replace("_forward", "")),
-      make("div", { className: "tiles" }, ...shown.map(x => tile(x.key, mode)))));
-  }
+const layerOf = c => Object.values(c.outs)[0].layer;
+function drawMap(mode) {  // the calls of the forward pass, a box a layer, the last on top
+  const forward = calls.slice(0, data.forward), first = forward.findIndex(c => layerOf(c) === 0);
+  const groups = Map.groupBy(forward, (c, i) =>
+    layerOf(c) !== "" ? `Layer ${layerOf(c) + 1} (l = ${layerOf(c)})` : i < first ? "Embedding" : "Prediction");
+  const boxes = c => {
+    const keys = [...Object.values(c.outs), ...Object.values(c.ins).filter(x => x.isWeight)].map(x => x.key);
+    const tiles = keys.filter(key => shownIn[mode][key]).map(key => tile(key, mode));
+    return tiles.length ? [make("div", { className: "call" }, words("span", c.f.replace("_forward", "")),
+      make("div", { className: "tiles" }, ...tiles))] : [];
+  };
   $("map").className = mode;
-  $("map").replaceChildren(...groups.reverse().map(({ layer, boxes }, i) => make("div", { className: "group" },
-    words("h3", layer === "" ? (i ? "Embedding" : "Prediction") : `Layer ${layer + 1} (l = ${layer})`),
-    make("div", { className: "calls" }, ...boxes))));
+  $("map").replaceChildren(...[...groups].reverse().map(([title, made]) => make("div", { className: "group" },
+    words("h3", title), make("div", { className: "calls" }, ...made.flatMap(boxes)))));
 }
 
-function termsOf(rows) {  // a sum's, the largest first
-  const product = ([a, b]) => a.value * (b ? b.value : 1), total = rows.reduce((sum, row) => sum + product(row), 0);
-  const shown = largest(rows, 12, product), rest = total - shown.reduce((sum, row) => sum + product(row), 0);
-  const linked = x => link(x.tensor, x.index, say(x.value)), between = rows[0][1] ? ["", "", ""] : [];
-  return table([...shown.map(([a, b]) =>
-    [a.label, linked(a), ...(b ? ["×", linked(b), `= ${say(product([a, b]))}`] : [])]),
-  ...(rows.length > 12 ? [[`${rows.length - 12} smaller`, ...between, `= ${say(rest)}`]] : [])]);
+const linked = ({ tensor, index, value }) => tensor ? link(tensor, index, say(value)) : say(value);
+
+function termsOf(rows) {  // a sum's, the largest first, each with the words for what changes from one to the next
+  const shown = largest(rows, 12, row => row.value), rest = rows.filter(row => !shown.includes(row));
+  const changes = (_, axis) => rows.length === 1 || new Set(rows.map(row => row.parts[0].index[axis])).size > 1;
+  return table([...shown.map(({ parts: [first, ...others], value }) => [
+    first.tensor.inWords(first.index).filter(changes).join(", "), linked(first),
+    ...others.flatMap(part => ["×", linked(part)]), value === first.value ? "" : `= ${say(value)}`]),
+  ...(rest.length ? [[`${rest.length} smaller`, ...rows[0].parts.flatMap(() => ["", ""]).slice(1),
+    `= ${say(rest.reduce((sum, row) => sum + row.value, 0))}`]] : [])]);
 }
 
 function howMade(e) {  // and its function's source; the line that computes the number is marked
@@ -194,30 +177,32 @@ function howMade(e) {  // and its function's source; the line that computes the 
 }
 
 function drawDetail() {
-  const { mode, key, index, tensor, picture } = state;
+  const { mode, key, index, tensor } = state;
   if (!key) return mode === "update" ? mostMoved() : introduction();
-  const what = whatIs(tensor), e = explain(tensor, index);
+  const what = whatIs(tensor), isGiven = tensor.by === null, { low, high } = tensor.limits;
+  const row = list(tensor.shape.at(-1), i => index.with(-1, i));
   return [words("h2", tensor.title + ofLayer(tensor.layer)),
     words("p", { backward: `How the loss changes with ${tensor.name}: ${what}.`, forward: `It is ${what}.`,
       update: `How far ${data.update.optimizer} moves ${tensor.name}: the rows and columns with the largest moves.`,
     }[tensor.mode]),
-    words("p", `${newest[key].shape.join(" × ")} numbers, ${say(picture.low)} … ${say(picture.high)}`),
-    bigPicture(picture, picture.cell(index), (r, c) => go(mode, key, picture.at(r, c)), `${tensor.title}: ${what}`,
-      ...(tensor.isWeight ? [] : [tokens, bandsOf(tensor)])),
+    words("p", `${(newest[key] ?? tensor).shape.join(" × ")} numbers, ${say(low)} … ${say(high)}`),
+    bigPicture(`${tensor.title}: ${what}`),
     ...(tensor.whole ? [] : [make("p", { className: "index" }, ...index.map((i, axis) => make("label", {},
       `${tensor.axes[axis]} `, make("input", { type: "number", value: i, min: 0, max: tensor.shape[axis] - 1,
         onchange: event => go(mode, key, index.with(axis, +event.target.value)) }))))]),
-    make("p", {}, [tensor.label(index), ...index.map((_, axis) => tensor.inWords(axis, index))].join(", "), ": ",
+    make("p", {}, [tensor.label(index), ...tensor.inWords(index)].join(", "), ": ",
       words("output", say(tensor.num(...index)))),
-    ...(e ? howMade(e) : [words("p", tensor.isWeight ? "Training made this weight." : "It is given.")])];
+    make("details", { open: mode === "attention" }, words("summary", "The largest of its row"), table(largest(row, 8,
+      i => tensor.num(...i)).map(i => [tensor.inWords(i).at(-1), link(tensor, i, say(tensor.num(...i)))]))),
+    ...(isGiven ? [words("p", tensor.isWeight ? "Training made this weight." : "It is given.")]
+      : howMade(explain(tensor, index)))];
 }
 
 function mostMoved() {
   const { optimizer, step, learning_rate: rate, embeddings } = data.update;
   const most = Object.values(moves).map(tensor => {
-    const at = tensor.data.reduce((most, x, i, all) => Math.abs(x) > Math.abs(all[most]) ? i : most, 0);
-    const columns = tensor.shape.at(-1), index = [Math.floor(at / columns), at % columns].slice(-tensor.shape.length);
-    return [link(tensor, index), tensor.data[at]];
+    const { shape, data, limits: { low, high } } = tensor, move = -low > high ? low : high, at = data.indexOf(move);
+    return [link(tensor, [Math.floor(at / shape.at(-1)), at % shape.at(-1)].slice(-shape.length)), move];
   });
   return [words("h2", `Update: how far ${optimizer} moves each weight`),
     words("p", `If the model were trained on this prompt next: step ${step}, learning rate ${rate}. Of each`
@@ -241,18 +226,12 @@ function introduction() {
 }
 
 function drawAttention() {
-  const [l, h, t] = state.key ? [state.tensor.layer, ...state.index] : [0, 0, T - 1], att = newest[`att|${l}`];
-  const looks = largest(inputs.map((_, x) => [x, att.num(h, t, x)]), 8, ([, p]) => p);
+  const { tensor, index: [head, t] } = state;
   state.position = t;
-  const choose = (l, h) => { go("attention", `att|${l}`, [h, t, 0]); showOnPhone("one"); };
   return [make("div", {}, words("h2", "Where each head looks"),
     words("p", "A row is a position, the first on top; its columns are the positions up to it. Full color: 1."),
-    headGrid((l, h, r, c) => newest[`att|${l}`].num(h, r, c), choose, `${l},${h}`)),
-  make("div", { id: "one" }, words("h2", `Layer ${l + 1}, head ${h + 1}`),
-    bigPicture({ ...pictureOf(att, h), full: 1 }, [t, looks[0][0]], r => go("attention", `att|${l}`, [h, r, 0]),
-      `attention of layer ${l + 1}, head ${h + 1}`, tokens, tokens),
-    words("p", `From position ${position(t)} it looks at (the prompt above chooses another position):`),
-    table(looks.map(([x, p]) => [position(x), link(att, [h, t, x], say(p))])))];
+    headGrid((l, h, r, c) => newest[`att|${l}`].num(h, r, c), `${tensor.layer},${head}`)),
+  make("div", { id: "head" }, ...drawDetail())];
 }
 
 const shade = (p, most, paper) => `background:color-mix(in srgb, var(--accent) ${Math.round(most * p)}%, ${paper})`;
@@ -273,7 +252,7 @@ function drawGuesses() {
     ["after", ...data.guesses.map((_, l) => l ? `layer ${l}` : "embedding"), "came"])),
   make("div", {}, words("h2", `After ${position(t)} came “${word(targets[t])}”`),
     words("p", `Loss ${say(data.losses[t])}. The five best guesses:`),
-    table(data.guesses.at(-1)[t].map(([id, p]) => [`“${word(id)}”`, say(p)])),
+    table(data.guesses.at(-1)[t].map(([id, p]) => [`“${word(id)}”`, link(newest["probs|"], [t, id], say(p))])),
     words("p", "How much that loss depends on each token: the gradient with respect to its embedding, times the"
       + " embedding. Positive: more of it would raise the loss."),
     table(largest(Array.from(depends, (x, i) => [i, x]), 10, ([, x]) => x).map(([i, x]) => [position(i), say(x)])))];
@@ -293,38 +272,39 @@ function drawTraining() {
     ["step", ...frames.map(f => `${f.step}`)]),
     words("p", "It is the loss of this prompt alone, which may rise while that of the training text falls. Below it:"
       + " the size of the residual stream, its root mean square."),
-    headGrid((l, h, r, c) => att[((l * data.NH + h) * T + r) * T + c], () => {})),
+    headGrid((l, h, r, c) => att[((l * data.NH + h) * T + r) * T + c])),
   make("div", {}, outcomes(frame.losses, frame.guesses))];
 }
 
 function drawPrompt() {  // the likelier a token's successor was, the bluer
-  const { mode, key = "", index: [head] = [0] } = state;
-  const choose = t => mode === "attention" ? go(mode, key || "att|0", [head, t, 0]) : go("guesses", "", [t]);
-  $("prompt").replaceChildren(...inputs.map((id, t) => make("li", {}, make("button", {
+  const { mode, key, index: [head] = [0] } = state;
+  const where = t => mode === "attention" ? [mode, key, [head, t, 0]] : ["guesses", "", [t]];
+  $("prompt").replaceChildren(...inputs.map((id, t) => make("li", {}, make("a", { href: at(...where(t)),
     textContent: word(id), title: `position ${t}; then “${word(targets[t])}” came, loss ${say(data.losses[t])}`,
-    ariaCurrent: t === state.position, onclick: () => choose(t),
-    style: shade(Math.exp(-data.losses[t]), 60, "var(--card)") }))));
+    ariaCurrent: t === state.position, style: shade(Math.exp(-data.losses[t]), 60, "var(--card)") }))));
 }
 
 const MODES = { forward: drawDetail, backward: drawDetail, update: drawDetail, attention: drawAttention,
   guesses: drawGuesses, training: drawTraining };
 
 function show() {
+  const before = state.view;
   read();
   const hasMap = MODES[state.mode] === drawDetail;
   document.querySelector("main").className = hasMap ? "" : "one";
   $("map").hidden = !hasMap;
   $("detail").replaceChildren(...MODES[state.mode]());
-  if (hasMap && $("map").className !== state.mode) drawMap();
-  for (const x of document.querySelectorAll("#map .tile")) x.ariaCurrent = x.value === state.key;
-  for (const x of $("modes").children) x.ariaPressed = x.value === state.mode;
+  if (hasMap && $("map").className !== state.mode) drawMap(state.mode);
+  for (const a of document.querySelectorAll(".tiles a")) a.ariaCurrent = a.hash === at(state.mode, state.key);
+  for (const a of document.querySelectorAll("nav a")) a.ariaCurrent = a.hash === `#${state.mode}`;
   drawPrompt();
+  if (innerWidth <= 800 && state.view && state.view !== before) ($("head") ?? $("detail")).scrollIntoView();
 }
 
 const ARROWS = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
 addEventListener("keydown", event => {
   const { mode, key, index, picture } = state, arrow = ARROWS[event.key];
-  if (event.target.tagName === "INPUT") return;
+  if (event.target.matches("input:not(#theme)")) return;
   if (event.key === "/") $("find").focus();
   else if (event.key === "Escape") go(mode);
   else if (arrow && key) {
@@ -334,32 +314,21 @@ addEventListener("keydown", event => {
   event.preventDefault();
 });
 
-const named = new Map(Object.keys(shownIn).flatMap(mode => Object.keys(shownIn[mode]).map(key => {
-  const [name, l] = key.split("|");  // "qkv 2", "dqkv 2"
-  return [PREFIX[mode] + name + (l && ` ${+l + 1}`), [mode, key]];
-})));
-
+for (const mode in shownIn) for (const key in shownIn[mode]) {
+  const [name, l] = key.split("|"), value = PREFIX[mode] + name + (l && ` ${+l + 1}`);  // "qkv 2", "dqkv 2"
+  $("names").append(make("option", { value, where: [mode, key] }));
+}
 $("find").onchange = ({ target }) => {
-  const text = target.value.trim(), found = named.get(text) ?? named.get(`${text} 1`);
+  const text = target.value.trim(), names = [text, `${text} 1`];
+  const found = Array.from($("names").options).find(({ value }) => names.includes(value));
   target.setCustomValidity(found ? "" : "no such tensor");
   if (!target.reportValidity()) return;
   target.value = "";
   target.blur();
-  go(...found);
-  showOnPhone("detail");
-};
-$("names").append(...Array.from(named.keys(), value => make("option", { value })));
-
-$("theme").onclick = () => {
-  style.colorScheme = style.colorScheme === "dark" ? "light" : "dark";
-  colors = palette();
-  $("map").className = "";  // draw it anew
-  show();
+  go(...found.where);
 };
 
 $("summary").textContent = `${data.path}: ${data.title}, ${data.model}. ${T} tokens, loss ${say(data.loss)}`;
-$("modes").append(...Object.keys(MODES).map(mode =>
-  make("button", { textContent: mode, value: mode, onclick: () => go(mode) })));
 addEventListener("hashchange", show);
 unpack().then(show, () =>
   $("detail").append("Its bytes were changed: open it from the disk, or serve it without a charset."));

@@ -45,7 +45,7 @@ def open_page(request, workplace, run_here, tmp_path):
             page.on("console", lambda message: errors.append(message.text))
             page.on("pageerror", lambda error: errors.append(str(error)))
             page.goto(f"file://{tmp_path}/look.html")
-            page.wait_for_selector("#prompt button")
+            page.wait_for_selector("#prompt a")
             return page, data, recorder
 
         yield show
@@ -66,10 +66,9 @@ def test_numbers_are_numpy_s(open_page):
     page, data, recorder = open_page()
     shown, rng = {}, np.random.default_rng(0)
     for i, tensor in enumerate(data["tensors"]):
-        computed = np.frombuffer(page.evaluate(BYTES_OF, i).encode("latin-1"), "<f4")
-        expected = recorder.contents[i].ravel()
+        computed, expected = page.evaluate(BYTES_OF, i).encode("latin-1"), recorder.contents[i].ravel()
         near = 1e-5 * np.abs(expected[np.isfinite(expected)]).max()
-        np.testing.assert_allclose(computed, expected, rtol=1e-4, atol=near, err_msg=str(tensor))
+        np.testing.assert_allclose(np.frombuffer(computed, "<f4"), expected, rtol=1e-4, atol=near, err_msg=str(tensor))
         if tensor["by"] is not None:
             shown[recorder.calls[tensor["by"]]["f"], tensor["arg"]] = i
         else:  # nothing else is given: what the backward pass reads, the forward pass wrote
@@ -85,21 +84,24 @@ def test_numbers_are_numpy_s(open_page):
         for value in map(number, page.locator("#detail output").all_inner_texts()):  # shown, and explained
             assert value == expected or abs(value - expected) <= near + 0.0051 * abs(expected), (f, argument, index)
         assert page.locator(".made b").count() and page.locator("pre mark").count() == 1, (f, argument)
+    page.evaluate("location.hash = tensors.find(tensor => tensor.arg === 'dlosses').href([0])")
+    page.wait_for_selector("text=It is given.")
 
 
 def test_update_guesses_and_film(open_page):
     """The largest move is explained; the last guesses are the model's; the slider goes back to the first checkpoint."""
     page, data, _ = open_page()
-    page.click('[value="update"]')
+    page.click("nav >> text=update")
     page.click("#detail table a")
     assert number(page.inner_text("#value")) and "p -= t" in page.inner_text("pre mark")
-    page.click('[value="guesses"]')
+    page.click("nav >> text=guesses")
     page.wait_for_selector(".guess")
     assert page.locator(".guess").count() == (data["L"] + 1) * (len(data["ids"]) - 1)
-    page.click('[value="attention"]')
+    page.evaluate("location.hash = '#attention/none'")  # no such tensor
     page.click("text=head 1 >> nth=1")
-    page.wait_for_selector("h2:text('Layer 2, head 1')")
-    page.click('[value="training"]')
+    page.wait_for_selector("h2:text('att of layer 2')")
+    assert page.locator("details a").count() == min(8, len(data["ids"]) - 1) == 8
+    page.click("nav >> text=training")
     for key, step in (("ArrowRight", 6), ("ArrowLeft", 4), ("ArrowLeft", 2)):
         page.press("#frame", key)
         page.wait_for_selector(f"h2:text('at step {step}:')")
@@ -111,8 +113,8 @@ def test_update_guesses_and_film(open_page):
 def test_it_is_used_by_click_and_key_in_both_themes(open_page, width):
     page, data, _ = open_page(width)
     assert page.evaluate("document.documentElement.scrollWidth") <= width and page.locator("b").count() == 0
-    assert page.locator("#prompt button").count() == len(data["ids"]) - 1 == len(PROMPT.encode()) - 1
-    page.click('[value="qkv|1"]')
+    assert page.locator("#prompt a").count() == len(data["ids"]) - 1 == len(PROMPT.encode()) - 1
+    page.click('[href="#forward/qkv|1/"]')
     page.wait_for_selector("#value")
     assert page.locator(".down span").all_inner_texts() == ["query", "key", "value"]
     canvas = page.locator(".big canvas")
@@ -126,9 +128,7 @@ def test_it_is_used_by_click_and_key_in_both_themes(open_page, width):
     page.locator("h2").first.click()
     page.keyboard.press("Escape")
     page.wait_for_function("state.key === ''")
-    page.keyboard.press("/")
-    page.keyboard.type("dfch 2")
-    page.keyboard.press("Enter")
+    page.keyboard.type("/dfch 2\n")
     page.wait_for_function("state.mode === 'backward' && state.key === 'fch|1'")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
