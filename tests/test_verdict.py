@@ -11,22 +11,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 import llmc.gpu.compiler
 import train_gpt2 as t
 import train_llama3
 from conftest import ROOT, on_stream, random_params
+from fp8_reference import decode_e4m3
 from llmc.gpu.device import Device
-from fp8_reference import decode_e4m3, next_scales, round_e4m3, round_e5m2
 from llmc.gpu.fp8 import Fp8, Fp8Linear, Fp8Passes
 from llmc.gpu.geometry import kernel_files, launch_geometry
 from llmc.gpu.matmul import Matmul, Quantized
 from llmc.gpu.trainer import Trainer
 from llmc.tensors import allocate
 from train_gpt2 import Config
-from test_gpt2 import (ADAMW_CHECK, BACKENDS, E4M3, E5M2, GRADIENT, ROUNDOFFS, SMOOTH, WEIGHT, NoisyGPT2, NumpyRun,
-                       Yardstick, judge_update, need, precision_of, replay, starting_weights)
+from test_gpt2 import (ADAMW_CHECK, BACKENDS, ROUNDOFFS, SMOOTH, NoisyGPT2, NumpyRun, Yardstick, judge_update, need,
+                       precision_of, replay, starting_weights)
 from test_fp8 import FP8, LAYERS, bytes_on_gpu, make_fp8
 from test_kernels import on_gpu
 
@@ -59,7 +58,7 @@ def make(settings=SMOOTH):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# faults: each takes the right function and gives a wrong one. `call` counts the calls of a run.
+# faults: each takes the right function and gives a wrong one
 
 
 def instead(old, new):
@@ -72,53 +71,51 @@ def instead(old, new):
     return plant
 
 
-def before(change, then=lambda call, a: None):
-    """The right function, with arguments that change(call, arguments by name) makes of them; and then(the same)."""
+def before(change, then=lambda a: None):
+    """The right function, with arguments that change(arguments by name) makes of them; and then(the same)."""
     def plant(right):
-        names, calls = right.__code__.co_varnames[: right.__code__.co_argcount], itertools.count()
+        names = right.__code__.co_varnames[: right.__code__.co_argcount]
 
         def wrong(*arguments):
-            call, by_name = next(calls), dict(zip(names, arguments))
-            by_name.update(change(call, by_name))
+            by_name = dict(zip(names, arguments))
+            by_name.update(change(by_name))
             right(*by_name.values())
-            then(call, by_name)
+            then(by_name)
         return wrong
     return plant
 
 
-def given(name, change):
-    """The right function of another argument."""
-    return before(lambda call, a: {name: change(a[name])})
+def given(**changes):
+    """The right function of other arguments: name=change."""
+    return before(lambda a: {name: change(a[name]) for name, change in changes.items()})
 
 
-def scaled(name, factor, only=None, at=...):
-    """Part of a result is multiplied; only: in calls for this layer."""
-    def change(call, a):
-        if a[name] is not None and (only is None or call % CONFIG.L == only):
+def scaled(name, factor, at=...):
+    """Part of a result is multiplied."""
+    def change(a):
+        if a[name] is not None:
             a[name][at] *= np.float32(factor)
-    return before(lambda call, a: {}, change)
+    return before(lambda a: {}, change)
 
 
 def rounded_to(bits):
-    """The operands of a matmul with so many bits: 11 is TF32, 8 bfloat16."""
+    """The operands of a matmul with so many bits."""
     def cut(x):
         scale = np.float32(2.0 ** (24 - bits) + 1)  # Dekker's splitting
         big = x * scale
         return big - (big - x)
 
-    return before(lambda call, a: {name: cut(a[name]) for name in ("inp", "weight")})
+    return given(inp=cut, weight=cut)
 
 
 FAULTS = {  # what is wrong: (function, the fault, the first red row)
-    "gelu's cube 0.0447": ("GELU_CUBE", lambda right: np.float32(0.0447), "logits"),
     "gelu's scale in its fifth digit": ("GELU_SCALE", lambda right: right * np.float32(1.00002), "logits"),
     "gelu backward off by 1e-5": ("gelu_backward", scaled("dinp", 1.00001), "dfcb"),
     "layernorm's eps 1e-6": ("layernorm_forward", instead("1e-5", "1e-6"), "logits"),
-    "layernorm with N - 1": ("layernorm_forward", given("C", lambda C: C - 1), "logits"),
     "layernorm's bias forgotten in its last channel": (
         "layernorm_forward", instead("out += bias", "out[..., :-1] += bias[:-1]"), "logits"),
     "layernorm backward's rstd off by 1e-4": (
-        "layernorm_backward", given("rstd", lambda rstd: rstd * np.float32(1.0001)), "dlnfw"),
+        "layernorm_backward", given(rstd=lambda rstd: rstd * np.float32(1.0001)), "dlnfw"),
     "layernorm's dbias misses its last row": (
         "layernorm_backward", instead("reduce(d, axis=0)", "reduce(d[: N - 1 - i], axis=0)"), "dlnfb"),
     "layernorm's dweight off by 1e-5": ("layernorm_backward", scaled("dweight", 1.00001), "dlnfw"),
@@ -126,41 +123,30 @@ FAULTS = {  # what is wrong: (function, the fault, the first red row)
     "attention sees one key too many": ("attention_forward", instead("p += mask", "p += np.triu(mask, 2)"), "logits"),
     "attention sees one key too few": (
         "attention_forward", instead("p += mask", "p += mask - np.diag([0.0] + (T - 1) * [np.inf])"), "logits"),
-    "softmax of attention without the last key": (
-        "attention_forward", instead("reduce(a, ", "reduce(a * (1 - np.diag(np.arange(T) > 0)), "), "logits"),
-    "attention backward's scale off by 1 percent": ("attention_backward", scaled("dinp", 1.01, at=QUERY), "dqkvb"),
     "dquery off by 5e-5": ("attention_backward", scaled("dinp", 1.00005, at=QUERY), "dqkvb"),
     "dvalue of the last position lost": (
         "attention_backward", scaled("dinp", 0.0, at=np.s_[:, -1, 2 * CONFIG.C :]), "dqkvb"),
     "D of attention's backward off by 1e-4": (
         "attention_backward", instead("np.vecdot(a, da)", "1.0001 * np.vecdot(a, da)"), "dqkvb"),
-    "matmuls in TF32": ("matmul_forward", rounded_to(11), "logits"),
-    "matmuls in bfloat16": ("matmul_forward", rounded_to(8), "logits"),
-    "a matmul with 16 bits": ("matmul_forward", rounded_to(16), "logits"),
+    "matmuls with 16 bits": ("matmul_forward", rounded_to(16), "logits"),  # TF32 has 11, bfloat16 8
     "a tile's last column lost": ("matmul_forward", scaled("out", 0.0, at=np.s_[..., -1]), "logits"),
-    "dweight of one layer twice": ("matmul_backward", scaled("dweight", 2.0, only=1), "dfcprojw"),
     "dweight of the last row and column off": (
         "matmul_backward", instead("out=dweight)", "out=dweight)[-1, -1] += 1e-3"), "dfcprojw"),
     "dinp off by 1e-5": ("matmul_backward", scaled("dinp", 1.00001), "dlnfb"),
     "dbias misses its last row": (
         "matmul_backward", instead("B * T, dout.dtype), dout", "B * T - 1, dout.dtype), dout[:-1]"), "dfcprojb"),
     "dbias off by 1e-5": ("matmul_backward", scaled("dbias", 1.00001), "dfcprojb"),
-    "dbias in bfloat16": (
-        "matmul_backward", instead("out=dbias)", "out=dbias).view(np.uint32)[...] &= 0xFFFF0000"), "dfcprojb"),
-    "residual skipped in one layer": ("residual_forward", before(
-        lambda call, a: {"inp2": 0 * a["inp2"]} if call % (2 * CONFIG.L) == 3 else {}), "logits"),
     "residual off by 2e-6": ("residual_forward", scaled("out", 1.000002), "logits"),
-    "position embedding one on": ("encoder_forward", given("wpe", lambda wpe: np.roll(wpe, -1, axis=0)), "logits"),
+    "position embedding one on": ("encoder_forward", given(wpe=lambda wpe: np.roll(wpe, -1, axis=0)), "logits"),
     "wpe's last position lost": ("encoder_backward", scaled("dwpe", 0.0, at=T - 1), "dwpe"),
     "wpe beyond T written": ("encoder_backward", instead("dwpe[T:] = 0.0", "dwpe[T:] = 0.001"), "dwpe"),
     "wte: one position of a token lost": (
         "encoder_backward", instead("C)[order]", "C)[order] * (order > 0)[:, None]"), "dwte"),
     "softmax of the logits without the last token": (
         "softmax_forward", instead("reduce(p, ", "reduce(p[:, :-1], "), "losses"),
-    "loss of the next target": ("crossentropy_forward", given("targets", lambda x: np.roll(x, 1)), "losses"),
+    "loss of the next target": ("crossentropy_forward", given(targets=lambda x: np.roll(x, 1)), "losses"),
     "dlogits not less the one-hot in the last row": (
         "crossentropy_softmax_backward", instead("stop, 0]", "stop, 0] * (np.arange(start, stop) < N - 1)"), "dlnfb"),
-    "loss over B only": ("crossentropy_softmax_backward", scaled("dlogits", T), "dlnfb"),
     "dlosses in bfloat16": ("crossentropy_softmax_backward", scaled("dlogits", 1.0 + 2.0**-9), "dlnfb"),
 }
 
@@ -211,7 +197,7 @@ ADAMW_FAULTS = {  # what is wrong: changes of adamw_update's arguments
 
 @pytest.mark.parametrize("fault", ADAMW_FAULTS)
 def test_a_fault_in_adamw_is_red(fault, monkeypatch, capsys):
-    monkeypatch.setattr(t, "adamw_update", before(lambda call, a: ADAMW_FAULTS[fault](a))(t.adamw_update))
+    monkeypatch.setattr(t, "adamw_update", before(ADAMW_FAULTS[fault])(t.adamw_update))
     assert not judge_update(make(ADAMW_CHECK)) and re.match("update [mvp] ", capsys.readouterr().out)
 
 
@@ -369,31 +355,7 @@ def test_less_precision_than_asked_for_is_red(backend, precision, capsys):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# FP8: with no GPU, its specification in the noisy model; then Fp8's calls of the kernels
-
-
-class EmulatedFp8(NoisyGPT2):
-    """A run with operands as llmc/gpu/fp8.py specifies them; all other roundings are random, as in bfloat16."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.rng = np.random.default_rng(0)
-
-    def operand(self, x, fp8):
-        if fp8 is E5M2:
-            scale = 2.0 ** (15 - np.ceil(np.log2(x.abs().max().item())))
-            return torch.from_numpy(round_e5m2(x.numpy() * scale, self.rng) / scale)
-        if not fp8:
-            return x
-        scales = next_scales(np.full((1, 3), x.abs().max(), np.float32), np.ones(3, np.float32))
-        scale, rng = scales[(E4M3, WEIGHT, GRADIENT).index(fp8)], self.rng if fp8 is WEIGHT else None
-        return torch.from_numpy(round_e4m3(x.numpy() * scale, rng) / np.float64(scale))
-
-
-def judge_emulated(**case):
-    params, x, y, yardstick = gpu_case("fp8", **case)
-    rows = EmulatedFp8(GPU_CONFIG, params, ROUNDOFFS["fp8"], seed=99).run(x, y, SMOOTH, steps=1)
-    return yardstick.judge({**rows, "means": rows["losses"].mean((1, 2))})
+# FP8: with no GPU, a run with random errors, as the yardstick's; then Fp8's calls of the kernels
 
 
 def in_fp8_matmul(number, change):
@@ -407,7 +369,7 @@ def in_fp8_matmul(number, change):
     return plant
 
 
-EMULATED_FAULTS = {  # what is wrong: the fault in EmulatedFp8.product
+NOISY_FAULTS = {  # what is wrong: the fault in NoisyGPT2.product
     # Scales are powers of 2. Matmuls: qkv, fc, fcproj of two layers, the classifier; then dinp and dweight in turn, the
     # classifier's first, whose dweight, 8, is lost in the embedding's gradient.
     **{f"a stale scale in matmul {i}": in_fp8_matmul(i, lambda a, b: (2 * a, b)) for i in range(7 + 14) if i != 8},
@@ -415,23 +377,18 @@ EMULATED_FAULTS = {  # what is wrong: the fault in EmulatedFp8.product
        for i in range(7 + 3, 7 + 14, 2)},
     "a weight's two copies exchanged": in_fp8_matmul(0, lambda a, b: (a, b.T.reshape(b.shape))),
 }
-LARGE_FCPROJ = {"last_fcproj": 4.0}
-
-
-@pytest.mark.parametrize("case", ({}, {"outlier": True}, LARGE_FCPROJ))
-def test_no_fault_is_no_fault_in_fp8(case):
-    assert judge_emulated(**case)
-
-
 OFTEN = "matmul 0", "matmul 5", "matmul 7", "matmul 12", "copies exchanged"  # the last words
 
 
-@pytest.mark.parametrize("fault", [
-    fault if fault.endswith(OFTEN) else pytest.param(fault, marks=pytest.mark.large) for fault in EMULATED_FAULTS])
-def test_a_fault_in_emulated_fp8_is_red(fault, monkeypatch):
-    monkeypatch.setattr(EmulatedFp8, "product", EMULATED_FAULTS[fault](EmulatedFp8.product))
-    last_fcproj = fault == "a stale scale in matmul 5"  # its part of the stream is small otherwise
-    assert not judge_emulated(**LARGE_FCPROJ if last_fcproj else {})
+@pytest.mark.parametrize("fault", [None, *(
+    fault if fault.endswith(OFTEN) else pytest.param(fault, marks=pytest.mark.large) for fault in NOISY_FAULTS)])
+def test_a_fault_in_fp8_matmuls_is_red(fault, monkeypatch):
+    last_fcproj = 4.0 if fault == "a stale scale in matmul 5" else 1.0  # its part of the stream is small otherwise
+    params, x, y, yardstick = gpu_case("fp8", last_fcproj=last_fcproj)
+    if fault:
+        monkeypatch.setattr(NoisyGPT2, "product", NOISY_FAULTS[fault](NoisyGPT2.product))
+    rows = NoisyGPT2(GPU_CONFIG, params, ROUNDOFFS["fp8"], seed=99).run(x, y, SMOOTH, steps=1)
+    assert yardstick.judge({**rows, "means": rows["losses"].mean((1, 2))}) == (fault is None)
 
 
 def quantizing(statement):
