@@ -5,7 +5,6 @@ import inspect
 import itertools
 import re
 import shutil
-import sys
 import textwrap
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ import pytest
 import llmc.gpu.compiler
 import train_gpt2 as t
 import train_llama3
-from conftest import ROOT, on_stream, random_params
+from conftest import ROOT, on_stream, page_of, random_params
 from fp8_reference import decode_e4m3
 from llmc.gpu.device import Device
 from llmc.gpu.fp8 import Fp8, Fp8Linear, Fp8Passes
@@ -36,7 +35,7 @@ QUERY = np.s_[..., : CONFIG.C]  # in the three of qkv
 
 def random_case(config, B, T):
     """(params, x, y) of a model, of either kind, whose norms, biases and scores are far from those of a new one."""
-    rng, params = np.random.default_rng(3), allocate(sys.modules[type(config).__module__].parameter_table(config))
+    rng, params = np.random.default_rng(3), allocate(page_of(config).parameter_table(config))
     for name, row in params.table.items():
         tensor = getattr(params, name)
         tensor[...] = rng.normal(row.ones, 0.15, tensor.shape)
