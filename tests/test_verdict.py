@@ -158,6 +158,7 @@ def first_wrong(capsys):
 
 def test_no_fault_is_no_fault():
     assert case()[3].judge(replay(make())) and judge_update(make(ADAMW_CHECK))
+    assert judge_update(make({**ADAMW_CHECK, "decay": "all"}))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
