@@ -102,20 +102,15 @@ def pytest_collection_modifyitems(config, items):
     try:
         if needing := {*filter(needs_gpu, items)}:
             device.open_gpu()
-    except UserError as error:
+    except UserError:
         leave_out(needing)
-        output = getattr(config, "workeroutput", vars(config))  # of one of pytest-xdist's processes, or the only one
-        output["without_gpu"] = f"GPU: {len(needing)} tests need one, did not run ({re.split('[:;] ', str(error))[0]})"
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
-def pytest_testnodedown(node):
-    vars(node.config).update({name: text for name, text in node.workeroutput.items() if name == "without_gpu"})
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    if hasattr(config, "without_gpu"):
-        terminalreporter.write_line(config.without_gpu)
+def pytest_terminal_summary(terminalreporter):
+    try:
+        device.open_gpu()
+    except UserError as error:
+        terminalreporter.write_line(f"GPU: tests that need one did not run ({re.split('[:;] ', str(error))[0]})")
 
 
 def page_of(config):

@@ -24,7 +24,7 @@ from conftest import ROOT, SMALL_HEADS, Array, optimizer_of, random_params, remo
 from fake_gpus import cuda, end_ranks, fork_ranks, wait_for
 from llmc.checkpoint import Progress, owned_by_one, rank_path, read_optimizer_state, write_model, write_optimizer_state
 from llmc.files import OPTIMIZER_MAGIC, make_header
-from llmc.errors import Interrupted, Interruption, UserError
+from llmc.errors import UserError
 from llmc.gpu.launcher import LAUNCHERS, translate_launcher
 from llmc.gpu.trainer import NOT_READY, Trainer
 from llmc.resume import checkpoint_paths, find_checkpoint, newest_checkpoint
@@ -76,18 +76,6 @@ def fail(ranks):
     ranks.gather(1 / (ranks.rank not in who))
 
 
-def take_steps(ranks):
-    interruption = Interruption(ranks)
-    ranks.gather(None)
-    print("ready", flush=True)
-    try:
-        for step in interruption.watching(range(100000)):  # noqa: B007  (the handler below reads it)
-            time.sleep(0.002 * ranks.rank)
-    except Interrupted as interrupted:
-        print("stopped at", *ranks.gather(step)) if ranks.is_first else ranks.gather(step)
-        return 128 + interrupted.args[0]
-
-
 @pytest.fixture
 def fork(here):
     return lambda work, size, **more: fork_ranks(join, size, work, **more)
@@ -128,7 +116,6 @@ def test_ranks_are_alike(fake_gpu, monkeypatch, bus, changes, may_share, words):
         Ranks.check_alike(ranks, fake_gpu.gpu._replace(arch=kind), cuda.CudaSettings(**changes), SMALL_HEADS,
                           random_params(SMALL_HEADS, weights))
 
-    monkeypatch.setattr("llmc.gpu.several.ranks.cp", fake_gpu.cp)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", may_share)
     found = []
     check(0, 1)
@@ -143,19 +130,6 @@ def test_ranks_are_alike(fake_gpu, monkeypatch, bus, changes, may_share, words):
 def test_an_error_ends_all_with_one_line(fork, what, who, expected):
     statuses, _, err = end_ranks(fork(fail, 3, flags=(what, who)))
     assert statuses == [1, 1, 1] and re.fullmatch(expected, err)
-
-
-@pytest.mark.parametrize("number, to, statuses, expected", (
-    (signal.SIGINT, (0, 1, 2), 3 * [130], "\nfinishing this step; Ctrl-C once more to stop at once\n"),
-    (signal.SIGTERM, (2,), 3 * [143], ""), (signal.SIGKILL, (1,), [1, -9, 1], f"take_steps: error: {LOST}\n")))
-def test_a_signal_stops_all_at_one_step(fork, number, to, statuses, expected):
-    ranks = fork(take_steps, 3)
-    wait_for("ready", ranks)
-    for rank in to:
-        os.kill(ranks[rank].pid, number)
-    found, out, err = end_ranks(ranks)
-    assert found == statuses and err == expected
-    assert number == signal.SIGKILL or re.search(r"stopped at (\d+) \1 \1\n", out)
 
 
 def test_one_gpu_needs_no_torch():
@@ -374,6 +348,19 @@ def test_a_rank_that_dies(workplace, start):
     whole, parts = ((workplace / name / "model_00000004.bin").read_bytes() for name in ("whole", "run"))
     assert whole == parts and {path.name for path in workplace.glob("run/state*")} == {
         f"state_{step:08d}_{rank:05d}.bin" for step in (2, 3, 4) for rank in (0, 1)}
+
+
+@pytest.mark.parametrize("number, to, statuses, expected", (
+    (signal.SIGINT, (0, 1), [130, 130], "finishing this step; Ctrl-C once more"),
+    (signal.SIGTERM, (1,), [143, 143], "stopped after step"), (signal.SIGKILL, (1,), [1, -9], f": error: {LOST}\n")))
+def test_a_signal_stops_all_at_one_step(start, number, to, statuses, expected):
+    ranks = start(2, *MANY, "-n", 0)
+    wait_for("\nstep", ranks)
+    for rank in to:
+        os.kill(ranks[rank].pid, number)
+    found, _, err = end_ranks(ranks)
+    assert found == statuses and err.count(expected) == 1 and "Traceback" not in err
+    assert number == signal.SIGKILL or err.count(f"stopped after step {newest_checkpoint('run')};") == 1
 
 
 def test_gpus_and_ctrl_c(heads):
