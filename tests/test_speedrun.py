@@ -103,19 +103,6 @@ def test_its_model_is_exported_but_not_to_transformers(workplace, run_here):
     run_here(export_weights, "--to_hf", "s2.bin", "hf", fails=["no class of transformers"])
 
 
-def test_text_by_the_cache_is_that_of_whole_passes():
-    config, params = t.random_model("s2", 256, maxT=24)
-    flat(params)[:] += np.random.default_rng(0).normal(0, 0.05, flat(params).size).astype(np.float32)
-    tokens = np.random.default_rng(1).integers(0, 256, (2, 24))
-    model = make_model(2, 24, 0, config, params)
-    model.forward(tokens, tokens)
-    decoder = t.Speedrun.Decoder(config, params, 2, 24)
-    decoder.logits(tokens[:, :20], 0)
-    for position in range(20, 24):
-        logits = decoder.logits(tokens[:, position : position + 1], position)
-        assert np.allclose(logits, model.acts.logits[:, position], atol=1e-4)
-
-
 @pytest.mark.parametrize("dtype, V, tolerance", (("float32", 97, 1e-4), ("bfloat16", 97, 0.2),
                                                   ("bfloat16", 50257, 0.3), ("fp8", 97, 0.8), ("fp8", 50257, 0.8)))
 def test_on_a_gpu(gpu, dtype, V, tolerance):
