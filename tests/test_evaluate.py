@@ -125,8 +125,7 @@ def test_a_file_is_read_whole_or_refused(examples):
               ("1024-byte header", data[:1000]), ("record 0 of 60", put(1, 9)), ("record 0 of 60", put(3, 4))]
     for what, changed in faults:
         Path("x.bin").write_bytes(changed)
-        with pytest.raises(UserError, match=f"x.bin: .*{what}"):
-            read_examples("x.bin", SMALL.V)
+        pytest.raises(UserError, read_examples, "x.bin", SMALL.V).match(f"x.bin: .*{what}")
 
 
 @pytest.fixture

@@ -141,9 +141,8 @@ FAULTS = {  # what is wrong: (function, right one -> wrong one, the first wrong 
 def test_a_fault_is_red(fault, monkeypatch, capsys):
     """But for one that is none: attention sees only how far two positions are apart."""
     (name, plant, row), (*drawn, yardstick) = FAULTS[fault], case(0)
-    capsys.readouterr()
     monkeypatch.setattr(t, name, plant(getattr(t, name)))
-    assert yardstick.judge(replay(NumpyRun(*drawn, SMOOTH))) == (row is None) and first_wrong(capsys) == row
+    assert first_wrong(capsys, yardstick, NumpyRun(*drawn, SMOOTH)) == row
 
 
 @pytest.fixture

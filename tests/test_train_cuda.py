@@ -193,8 +193,7 @@ def test_lines(fake_gpu, heads, run_here, monkeypatch):
     (1, Config(64, 257, 2, 1, 200, 384), "C=200, F=800: --dtype fp8 expects multiples of 16: pass --dtype bf"),
     (1, Config(64, 131100, 2, 1, 64, 131200), "131200 rows of .* weight: --dtype fp8 expects .* up to 131072: pass")))
 def test_a_model_that_the_kernels_do_not_take(fp8, config, words):
-    with pytest.raises(UserError, match=words):
-        check_sizes(config, fp8)
+    pytest.raises(UserError, check_sizes, config, fp8).match(words)
 
 
 @pytest.mark.parametrize("arch, settings, words", (
@@ -206,8 +205,7 @@ def test_a_model_that_the_kernels_do_not_take(fp8, config, words):
       for arch, dtype in (("sm_75", "float32"), ("sm_80", "bfloat16"), ("sm_90a", "float32"))),
     ("sm_75", dict(arch="sm_80"), "--arch sm_80: this GPU is sm_75")))
 def test_what_a_gpu_lacks_is_refused(arch, settings, words):
-    with pytest.raises(UserError, match=words):
-        cuda.resolve_auto(cuda.CudaSettings(**settings), arch)
+    pytest.raises(UserError, cuda.resolve_auto, cuda.CudaSettings(**settings), arch).match(words)
 
 
 def test_what_is_left_to_the_gpu():

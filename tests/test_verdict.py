@@ -150,9 +150,11 @@ FAULTS = {  # what is wrong: (function, the fault, the first red row)
 }
 
 
-def first_wrong(capsys):
-    """The tensor that the verdict names first, or None."""
-    found = re.search(r"^first wrong: (\w+)", capsys.readouterr().out, re.MULTILINE)
+def first_wrong(capsys, yardstick, run):
+    """The tensor that the verdict on a run names first, or None if it is green."""
+    capsys.readouterr()
+    okay, found = yardstick.judge(replay(run)), re.search(r"^first wrong: (\w+)", capsys.readouterr().out, re.MULTILINE)
+    assert okay == (found is None)
     return found and found[1]
 
 
@@ -165,9 +167,8 @@ def test_no_fault_is_no_fault():
 def test_a_fault_in_a_layer_is_red(fault, monkeypatch, capsys):
     name, plant, row = FAULTS[fault]
     yardstick = case()[3]
-    capsys.readouterr()
     monkeypatch.setattr(t, name, plant(getattr(t, name)))
-    assert not yardstick.judge(replay(make())) and first_wrong(capsys) == row
+    assert first_wrong(capsys, yardstick, make()) == row
 
 
 @pytest.mark.large
@@ -287,12 +288,10 @@ def test_a_fault_in_a_kernel_is_red(fault, gpu, tmp_path, monkeypatch, capsys):
         assert np.isnan(decode_e4m3(out.get())).all()
         return
     params, x, y, yardstick = gpu_case(precision_of(backend), outlier=backend == "cuda-fp8")
-    capsys.readouterr()
     if row == "adamw":
         assert not judge_update(BACKENDS[backend](GPU_CONFIG, params, x, y, ADAMW_CHECK))
     else:
-        assert not yardstick.judge(replay(BACKENDS[backend](GPU_CONFIG, params, x, y, SMOOTH)))
-        assert first_wrong(capsys) == row
+        assert first_wrong(capsys, yardstick, BACKENDS[backend](GPU_CONFIG, params, x, y, SMOOTH)) == row
 
 
 LLAMA_KERNEL_FAULTS = {  # what is wrong: (file, its text, what stands there instead, the first red row, the backend)
@@ -341,17 +340,14 @@ def test_a_fault_in_a_kernel_of_llama_is_red(fault, gpu, tmp_path, monkeypatch, 
         pytest.skip(f"{file}: for Hopper, this GPU is {gpu.arch}")
     plant_in_a_kernel(tmp_path, monkeypatch, file, right, wrong)
     params, x, y, yardstick = llama_case(precision_of(backend))
-    capsys.readouterr()
-    assert yardstick.judge(replay(BACKENDS[backend](LLAMA_CONFIG, params, x, y, SMOOTH))) == (fault is None)
-    assert first_wrong(capsys) == row
+    assert first_wrong(capsys, yardstick, BACKENDS[backend](LLAMA_CONFIG, params, x, y, SMOOTH)) == row
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend, precision", (("cuda-tf32", "float32"), ("cuda-bf16", "tf32")))
 def test_less_precision_than_asked_for_is_red(backend, precision, capsys):
     params, x, y, yardstick = gpu_case(precision)
-    assert not yardstick.judge(replay(BACKENDS[backend](GPU_CONFIG, params, x, y, SMOOTH)))
-    assert first_wrong(capsys) == "logits"
+    assert first_wrong(capsys, yardstick, BACKENDS[backend](GPU_CONFIG, params, x, y, SMOOTH)) == "logits"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -449,6 +445,4 @@ def test_a_fault_in_fp8_is_red(fault, monkeypatch, capsys):
     monkeypatch.setattr(Trainer, "prepare", lambda trainer, batch: prepare(trainer))  # with another batch
     monkeypatch.setattr(owner, name, plant(getattr(owner, name)))
     params, x, y, yardstick = gpu_case("fp8")
-    capsys.readouterr()
-    assert not yardstick.judge(replay(BACKENDS["cuda-fp8"](GPU_CONFIG, params, x, y, SMOOTH)))
-    assert first_wrong(capsys) == row
+    assert first_wrong(capsys, yardstick, BACKENDS["cuda-fp8"](GPU_CONFIG, params, x, y, SMOOTH)) == row
