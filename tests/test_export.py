@@ -138,22 +138,6 @@ def test_export_with_a_tokenizer(tmp_path, run_here, vocabulary_here, vocabulary
     assert sorted(os.listdir(tmp_path / "none")) == ["config.json", "model.safetensors"]
 
 
-@pytest.mark.parametrize("V", (50257, 257))
-def test_a_vocabulary_is_what_its_folder_says(tmp_path, run_here, V):
-    """Not GPT-2's, nor bytes, because of its size: from the folder through a .bin file to a folder."""
-    made, model = byte_level(min(V, 300), [EOT]), hf_model(V)
-    made.add_tokens([f"zq{id:05d}" for id in range(made.get_vocab_size(), V)])
-    model.config.eos_token_id = model.config.bos_token_id = model.generation_config.eos_token_id = 0
-    model.save_pretrained(tmp_path / "own")
-    made.save(str(tmp_path / "own" / "tokenizer.json"))
-    run_here(e, "--model", tmp_path / "own", "--output_dir", tmp_path / "out", "--debug_state", 0)
-    run_here(e, "--to_hf", tmp_path / "out" / "gpt2_own.bin", tmp_path / "again")
-    for path in (tmp_path / "own", tmp_path / "out" / "gpt2_own.bin", tmp_path / "again"):
-        found = load_vocabulary(str(path), V)
-        assert found.encode("the ferry") == made.encode("the ferry").ids and found.stops == {0}
-    assert not (tmp_path / "again" / "vocab.json").exists() and (tmp_path / "again" / "tokenizer.json").exists()
-
-
 def test_pretrained_from_a_hub_then_from_its_cache(tmp_path, run_here, use_hub):
     hf_model(V=257).save_pretrained(tmp_path / "repository")
     command, model = (e, "--output_dir", tmp_path / "out"), tmp_path / "out" / "gpt2_124M.bin"
