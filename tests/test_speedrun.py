@@ -1,6 +1,5 @@
 """train_speedrun.py beside PyTorch: loss, gradients, updates; planted faults; and from a text to a model to a text."""
 
-import functools
 import os
 
 import numpy as np
@@ -11,34 +10,20 @@ torch = pytest.importorskip("torch")
 import export_weights
 import train_speedrun as t
 import train_speedrun_cuda as cuda
-from conftest import make_model, random_params
+from conftest import make_model
 from llmc.checkpoint import padded, without_padding, write_model
 from llmc.gpu.trainer import open_trainer
 from llmc.tensors import allocate, flat, views
 from reference import MuonAndAdamW, muon
-from test_gpt2 import ADAMW_CHECK, SMOOTH, NumpyRun, Yardstick, judge_update, need, replay
-from test_verdict import instead
+from test_gpt2 import ADAMW_CHECK, need
+from test_verdict import instead, is_right
 
 CONFIG = t.Config(maxT=32, V=50, L=2, NH=2, C=32, Vp=128)
-
-
-@functools.cache
-def case():
-    """(params, x, y, Yardstick)."""
-    params, (x, y) = random_params(CONFIG, 1, 0.2, ones=1.0), np.random.default_rng(1).integers(0, CONFIG.V, (2, 3, 16))
-    return params, x, y, Yardstick(CONFIG, params, x, y, "numpy")
-
-
-def is_right():
-    """Whether logits, losses, gradients and updates, with steps so large that their decay shows, are PyTorch's."""
-    *drawn, yardstick = case()
-    large_steps = {**ADAMW_CHECK, "learning_rate": 0.1, "weight_decay": 0.5}
-    okay = yardstick.judge(replay(NumpyRun(CONFIG, *drawn, SMOOTH)))
-    return okay and judge_update(NumpyRun(CONFIG, *drawn, large_steps))
+LARGE_STEPS = {**ADAMW_CHECK, "learning_rate": 0.1, "weight_decay": 0.5}  # whose decay shows
 
 
 def test_losses_gradients_and_updates_are_pytorch_s():
-    assert is_right()
+    assert is_right(CONFIG, LARGE_STEPS)
 
 
 @pytest.mark.parametrize("tokens", (2**17 - 1, 2**17))
@@ -93,7 +78,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(monkeypatch, fault):
     monkeypatch.setattr(*FAULTS[fault])
-    assert not is_right()
+    assert not is_right(CONFIG, LARGE_STEPS)
 
 
 def test_its_model_is_exported_but_not_to_transformers(workplace, run_here):

@@ -40,15 +40,16 @@ def random_case(config, B, T):
 
 
 @functools.cache
-def case():
-    """(params, x, y, Yardstick)."""
-    params, x, y = random_case(CONFIG, B, T)
-    return params, x, y, Yardstick(CONFIG, params, x, y, "numpy")
+def case(config):
+    """((config, params, x, y), Yardstick)."""
+    drawn = config, *random_case(config, B, T)
+    return drawn, Yardstick(*drawn, "numpy")
 
 
-def make(settings=SMOOTH):
-    params, x, y, _ = case()
-    return NumpyRun(CONFIG, params, x, y, settings)
+def is_right(config, update=ADAMW_CHECK):
+    """The verdict on a page in NumPy: its losses and gradients, and two updates with these settings."""
+    drawn, yardstick = case(config)
+    return yardstick.judge(replay(NumpyRun(*drawn, SMOOTH))) and judge_update(NumpyRun(*drawn, update))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -154,16 +155,14 @@ def first_wrong(capsys, yardstick, run):
 
 
 def test_no_fault_is_no_fault():
-    assert case()[3].judge(replay(make())) and judge_update(make(ADAMW_CHECK))
-    assert judge_update(make({**ADAMW_CHECK, "decay": "all"}))
+    assert is_right(CONFIG) and judge_update(NumpyRun(*case(CONFIG)[0], {**ADAMW_CHECK, "decay": "all"}))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_a_layer_is_red(fault, monkeypatch, capsys):
-    name, plant, row = FAULTS[fault]
-    yardstick = case()[3]
+    (name, plant, row), (drawn, yardstick) = FAULTS[fault], case(CONFIG)
     monkeypatch.setattr(t, name, plant(getattr(t, name)))
-    assert first_wrong(capsys, yardstick, make()) == row
+    assert first_wrong(capsys, yardstick, NumpyRun(*drawn, SMOOTH)) == row
 
 
 @pytest.mark.large
@@ -194,7 +193,8 @@ ADAMW_FAULTS = {  # what is wrong: changes of adamw_update's arguments
 @pytest.mark.parametrize("fault", ADAMW_FAULTS)
 def test_a_fault_in_adamw_is_red(fault, monkeypatch, capsys):
     monkeypatch.setattr(t, "adamw_update", before(ADAMW_FAULTS[fault])(t.adamw_update))
-    assert not judge_update(make(ADAMW_CHECK)) and re.match("update [mvp] ", capsys.readouterr().out)
+    okay, printed = judge_update(NumpyRun(*case(CONFIG)[0], ADAMW_CHECK)), capsys.readouterr().out
+    assert not okay and re.match("update [mvp] ", printed)
 
 
 GPU_CONFIG = Config(maxT=96, V=391, L=2, NH=2, C=128, Vp=512)
