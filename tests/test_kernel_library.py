@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from conftest import GPT2_124M, ROOT, Array, on_stream, run_program
-from fake_gpus import end_ranks, fork_ranks
 
 sys.path += [str(ROOT / "dev" / "kernels"), str(ROOT / "exercises")]
 import attention_layers  # noqa: F401  (these classes are the layers)
@@ -114,26 +113,15 @@ def write_kernels(directory, wrong=False):
         (directory / f"{name}.cu").write_text(new.join(text.rsplit(old, 1)) if wrong else text)
 
 
-@pytest.fixture
-def check_here(tmp_path, monkeypatch):
-    """check_here(flag, ...): (exit status, lines) of check.py; of a few exercises, in a process that has the imports.
-    (No fork of this one: where PyTorch has had threads, it would wait for them.)"""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*flags, **environment):
-        if flags and 10 not in flags:
-            (status,), output, errors = end_ranks(fork_ranks(check.main, 1, flags=flags, **environment))
-        else:
-            done = run_program("exercises/check.py", *flags, check=False, timeout=600)
-            status, output, errors = done.returncode, done.stdout, done.stderr
-        assert not errors, errors
-        return status, output.splitlines()
-
-    return run
+def check_here(*flags, **environment):
+    """(exit status, lines) of check.py."""
+    done = run_program("exercises/check.py", *flags, check=False, timeout=600, **environment)
+    assert not done.stderr, done.stderr
+    return done.returncode, done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("numbers", ((1, 11, 17), pytest.param((), marks=pytest.mark.large)), ids=("some", "all"))
-def test_stubs_are_the_page_s(check_here, numbers):
+def test_stubs_are_the_page_s(numbers):
     for path in FILES:
         for name, (owner, stub) in check.functions_of(path).items():
             assert inspect.signature(stub) == inspect.signature(getattr(owner, name)), name
@@ -150,7 +138,7 @@ def test_stubs_are_the_page_s(check_here, numbers):
 
 @pytest.mark.parametrize("numbers, wrong", (((4, 18), False), ((4, 18), True),
     *(pytest.param(*case, marks=pytest.mark.large) for case in (([*check.TESTS], False), ([*FAULTS], True)))), ids=str)
-def test_the_page_s_functions_pass_and_a_fault_is_named(check_here, tmp_path, numbers, wrong):
+def test_the_page_s_functions_pass_and_a_fault_is_named(tmp_path, numbers, wrong):
     files = [path for path in FILES if int(path.name[:2]) in numbers]
     faults = [FAULTS.get(number, ("", "", "")) for number in numbers]
     for path, (old, new, _) in zip(files, faults, strict=True):
@@ -166,7 +154,7 @@ def test_the_page_s_functions_pass_and_a_fault_is_named(check_here, tmp_path, nu
         assert re.match(f"{path.name}: .*{message}" if wrong else f"{path.name}: passes$", line), line
 
 
-def test_exercises_compile_where_there_is_no_gpu(check_here, tmp_path):
+def test_exercises_compile_where_there_is_no_gpu(tmp_path):
     pytest.importorskip("cuda.core")
     for name, arch in itertools.product(SOLUTIONS, ("sm_80", "sm_90a")):
         assert compile_kernels(str(ROOT / "exercises" / name), arch, model_constants(GPT2_124M, Precision("bfloat16")))
@@ -187,11 +175,7 @@ def test_exercises_compile_where_there_is_no_gpu(check_here, tmp_path):
 @pytest.mark.gpu
 def test_exercises_on_a_gpu(tmp_path):
     """Those of the library pass, and are timed; a stub's outputs are named, and a fault's."""
-    def on_gpu():
-        done = run_program("exercises/check.py", *range(11, 16), "--directory", tmp_path, check=False, timeout=600)
-        assert not done.stderr, done.stderr
-        return done.returncode, done.stdout.splitlines()
-
+    on_gpu = functools.partial(check_here, *range(11, 16), "--directory", tmp_path)
     write_kernels(tmp_path)
     status, lines = on_gpu()
     assert status == 0 and all(re.search(r"\.cu: passes; yours: \d+% of the speed of", line) for line in lines), lines
@@ -206,7 +190,7 @@ def test_exercises_on_a_gpu(tmp_path):
         assert line.startswith(f"{name}.cu: ") and re.search(message, line), line
 
 
-def test_errors_of_a_learner_are_a_line(check_here, tmp_path):
+def test_errors_of_a_learner_are_a_line(tmp_path):
     errors = {  # exercise -> its text, and what check.py says
         "02_layernorm": ("def layernorm_backward(:", "cannot be imported: SyntaxError"),
         "04_gelu": ("def one():\n    return 1\n\ndef gelu_backward(dinp, inp, dout, N):\n    dinp[...] = one()",
