@@ -114,18 +114,14 @@ FAULTS = {  # what is wrong: (function, right one -> wrong one, the first wrong 
     "RoPE's original length": ("rope_table", instead("config.original", "17"), "logits"),
     "RoPE a position on": ("rope_table", lambda right: lambda config, T, *at: right(config, T, 1), None),
     "RoPE of halves": ("rope_forward", instead("HS // 2, 2)", "2, HS // 2).swapaxes(3, 4)"), "logits"),
-    "RoPE turns the other way": ("rope_table", instead("np.sin(angles)", "-np.sin(angles)"), "logits"),
     "RoPE of queries alone": ("rope_forward", given(heads=lambda heads: CONFIG.NH), "logits"),
-    "RoPE of values, too": ("rope_forward", given(heads=lambda heads: heads + 1), "logits"),
     "RoPE not turned back": ("rope_backward", lambda right: t.rope_forward, "dqkvw"),
     "a head of the wrong group": ("split_heads", instead("heads[:, :NH]", "heads[:, [1, 2, 0, 3]]"), "logits"),
-    "groups in turns": ("split_heads", instead("NKV, T, HS)", "NKV, T, HS)[:, ::-1]"), "logits"),
     "dkey of a group's last head lost": ("attention_backward", scaled("dinp", 0.5, at=np.s_[..., KEYS]), "dqkvw"),
     "dvalue off by 1e-4": ("attention_backward", scaled("dinp", 1.0001, at=np.s_[..., VALUES]), "dqkvw"),
     "dquery off by 1e-4": ("attention_backward", scaled("dinp", 1.0001, at=np.s_[..., QUERIES]), "dqkvw"),
     "up and gate exchanged": ("swiglu_forward", instead("up, gate, o =", "gate, up, o ="), "logits"),
     "swiglu off by 1e-5": ("swiglu_forward", scaled("out", 1.00001), "logits"),
-    "dup and dgate exchanged": ("swiglu_backward", instead("dup, dgate =", "dgate, dup ="), "dfcw"),
     "dgate without its second term": ("swiglu_backward", instead("dgate += s", "dgate[...] = s"), "dfcw"),
 }
 

@@ -6,7 +6,6 @@ import itertools
 import re
 import shutil
 import textwrap
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +14,7 @@ import llmc.gpu.compiler
 import train_gpt2 as t
 import train_llama3
 from conftest import ROOT, page_of, random_params
-from llmc.gpu.fp8 import Fp8, Fp8Linear, Fp8Passes
-from llmc.gpu.matmul import Quantized
+from llmc.gpu.fp8 import Fp8
 from llmc.gpu.trainer import Trainer
 from llmc.tensors import allocate
 from train_gpt2 import Config
@@ -116,8 +114,6 @@ FAULTS = {  # what is wrong: (function, the fault, the first red row)
     "layernorm's dweight off by 1e-5": ("layernorm_backward", scaled("dweight", 1.00001), "dlnfw"),
     "attention's scale off by 1e-5": ("attention_forward", instead("p *= scale", "p *= 1.00001 * scale"), "logits"),
     "attention sees one key too many": ("attention_forward", instead("p += mask", "p += np.triu(mask, 2)"), "logits"),
-    "attention sees one key too few": (
-        "attention_forward", instead("p += mask", "p += mask - np.diag([0.0] + (T - 1) * [np.inf])"), "logits"),
     "dquery off by 5e-5": ("attention_backward", scaled("dinp", 1.00005, at=QUERY), "dqkvb"),
     "dvalue of the last position lost": (
         "attention_backward", scaled("dinp", 0.0, at=np.s_[:, -1, 2 * CONFIG.C :]), "dqkvb"),
@@ -132,14 +128,12 @@ FAULTS = {  # what is wrong: (function, the fault, the first red row)
         "matmul_backward", instead("B * T, dout.dtype), dout", "B * T - 1, dout.dtype), dout[:-1]"), "dfcprojb"),
     "dbias off by 1e-5": ("matmul_backward", scaled("dbias", 1.00001), "dfcprojb"),
     "residual off by 2e-6": ("residual_forward", scaled("out", 1.000002), "logits"),
-    "position embedding one on": ("encoder_forward", given(wpe=lambda wpe: np.roll(wpe, -1, axis=0)), "logits"),
     "wpe's last position lost": ("encoder_backward", scaled("dwpe", 0.0, at=T - 1), "dwpe"),
     "wpe beyond T written": ("encoder_backward", instead("dwpe[T:] = 0.0", "dwpe[T:] = 0.001"), "dwpe"),
     "wte: one position of a token lost": (
         "encoder_backward", instead("C)[order]", "C)[order] * (order > 0)[:, None]"), "dwte"),
     "softmax of the logits without the last token": (
         "softmax_forward", instead("reduce(p, ", "reduce(p[:, :-1], "), "losses"),
-    "loss of the next target": ("crossentropy_forward", given(targets=lambda x: np.roll(x, 1)), "losses"),
     "dlogits not less the one-hot in the last row": (
         "crossentropy_softmax_backward", instead("stop, 0]", "stop, 0] * (np.arange(start, stop) < N - 1)"), "dlnfb"),
     "dlosses in bfloat16": ("crossentropy_softmax_backward", scaled("dlogits", 1.0 + 2.0**-9), "dlnfb"),
@@ -377,39 +371,13 @@ def quantizing(statement):
     return instead("    g, (*_", f"    {statement}\n    g, (*_")
 
 
-def inputs_of_the_first_batch(right):
-    """No graph writes their transposed copies."""
-    def wrong(model, acts, inputs):
-        def without(tensors, *names):
-            changed = {name: getattr(tensors, name)._replace(transposed=None) for name in names}
-            return SimpleNamespace(**vars(tensors) | changed)
-
-        if isinstance(acts.lnf, Quantized) and model.fp8.device.stream.is_capturing():
-            acts = without(acts, "lnf")
-            acts.layers = [without(a, "ln1", "ln2") for a in acts.layers]
-        right(model, acts, inputs)
-    return wrong
-
-
-FP8_FAULTS = {  # what is wrong: (class, method, the fault, the first red row)
-    "a stale scale in a forward pass": (Fp8, "multiply", instead(  # half of it, in qkv of the first layer
+FP8_FAULTS = {  # what is wrong: (method of Fp8, the fault, the first red row); NOISY_FAULTS has others
+    "a stale scale in a forward pass": ("multiply", instead(  # half of it, in qkv of the first layer
         "float(scale)", "float(scale) * (1 + (a_scale.data.ptr == self.scale('qkv', 0, 'inp').data.ptr))"), "dlnfb"),
-    "a stale scale in dinp": (Fp8Linear, "backward_inp", lambda right: lambda linear, dinp, dout, scale=1.0: right(
-        linear, dinp, dout, scale * (1 + linear.l)), "dln2b"),
-    "a stale scale in dweight": (Fp8Linear, "backward_weight", lambda right: (
-        lambda linear, dout, inp, scale=1.0: right(linear, dout, inp, scale * (1 + linear.l))), "dfcprojw"),
-    "dlogits twice as large in dinp": (Fp8Linear, "backward_inp", lambda right: lambda linear, dinp, dout, scale=1.0: (
-        right(linear, dinp, dout, scale * (1 + (linear.name == "logits")))), "dlnfb"),
-    "an earlier batch's transposed input": (Fp8Passes, "trunk", inputs_of_the_first_batch, "dfcw"),
-    "an earlier batch's transposed dout": (Fp8, "quantize", quantizing(
+    "an earlier batch's transposed dout": ("quantize", quantizing(
         "if role == 'dout' and self.device.stream.is_capturing(): transposed = None"), "dfcprojw"),
-    "a weight's two copies exchanged": (Fp8, "quantize", quantizing(
-        "if role == 'weight': plain, transposed = transposed.reshape(plain.shape), plain.reshape(transposed.shape)"),
-        "losses"),
-    "a weight's transposed copy not written": (Fp8, "quantize", quantizing(  # but cleared: a run before has left it
+    "a weight's transposed copy not written": ("quantize", quantizing(  # but cleared: a run before has left it
         "if role == 'weight': transposed = transposed.data.memset_async(0, transposed.nbytes)"), "dlnfb"),
-    "a stale scale of the classifier's weight": (Fp8, "scale", lambda right: lambda fp8, name, l, role: (
-        right(fp8, name, l, role) * (2 if (name, role) == ("logits", "weight") else 1)), "dlnfb"),
 }
 
 
@@ -425,9 +393,9 @@ def test_fp8_is_right(outlier):
 @pytest.mark.parametrize("fault", FP8_FAULTS)
 def test_a_fault_in_fp8_is_red(fault, monkeypatch, capsys):
     need("cuda-fp8")
-    owner, name, plant, row = FP8_FAULTS[fault]
+    name, plant, row = FP8_FAULTS[fault]
     prepare = Trainer.prepare
     monkeypatch.setattr(Trainer, "prepare", lambda trainer, batch: prepare(trainer))  # with another batch
-    monkeypatch.setattr(owner, name, plant(getattr(owner, name)))
+    monkeypatch.setattr(Fp8, name, plant(getattr(Fp8, name)))
     params, x, y, yardstick = gpu_case("fp8")
     assert first_wrong(capsys, yardstick, BACKENDS["cuda-fp8"](GPU_CONFIG, params, x, y, SMOOTH)) == row

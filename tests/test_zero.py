@@ -61,15 +61,10 @@ def exchange(ranks):
 
 def fail(ranks):
     """argv: what fails, and on which ranks."""
-    def disk_full():
+    what, who = sys.argv[1], eval(sys.argv[2])
+    if what == "error":
         if ranks.rank in who:
             raise UserError("disk full")
-
-    what, who = sys.argv[1], eval(sys.argv[2])
-    if what == "attempt":
-        ranks.attempt(disk_full)
-    if what == "error":
-        disk_full()
         while ranks.is_first:  # waits for its GPU
             ranks.check()
             time.sleep(0.01)
@@ -124,7 +119,6 @@ def test_ranks_are_alike(fake_gpu, monkeypatch, bus, changes, may_share, words):
 
 
 @pytest.mark.parametrize("what, who, expected", (
-    ("attempt", [2], "fail: error: rank 2: disk full\n"), ("attempt", [0, 1, 2], "fail: error: disk full\n"),
     ("error", [2], "rank 2: fail: error: disk full\n"), ("error", [0, 1, 2], "fail: error: disk full\n"),
     ("fault", [1], r"rank 1: fail: Traceback.*\n(rank 1: .*\n)+rank 1: ZeroDivisionError: .*\n")))
 def test_an_error_ends_all_with_one_line(fork, what, who, expected):
@@ -398,7 +392,7 @@ def test_a_checkpoint_that_one_rank_cannot_write(workplace, start, name="state_0
     """None of its files is left, on any rank; the one before stays."""
     (workplace / "run" / f"{name}.tmp").mkdir(parents=True)
     statuses, _, err = end_ranks(start(2, *MANY))
-    assert statuses == [1, 1] and f"{name}: cannot be written" in err and err.count("\n") == 1
+    assert statuses == [1, 1] and f"rank 1: run/{name}: cannot be written" in err and err.count("\n") == 1
     assert [path for path in os.listdir("run") if "00000002" in path] == [f"{name}.tmp"]
     assert newest_checkpoint("run") == 1
 
