@@ -42,28 +42,18 @@ BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", 
 STEP, MPICH = {**BATCH_SCRIPT, "SLURM_STEP_ID": "0"}, {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}
 
 
-def join(work):
-    translate_launcher(os.environ)
-    with Ranks(os.environ) as ranks:
-        return work(ranks)
-
-
-def fail(ranks):
+def fail():
     """argv: what fails, and on which ranks."""
-    print("a warning that all have", file=sys.stderr)
-    what, who = sys.argv[1], eval(sys.argv[2])
-    if what == "error":
-        if ranks.rank in who:
-            raise UserError("disk full")
-        while ranks.is_first:  # waits for its GPU
-            ranks.check()
-            time.sleep(0.01)
-    ranks.gather(1 / (ranks.rank not in who))
-
-
-@pytest.fixture
-def fork(here):
-    return lambda work, size, **more: fork_ranks(join, size, work, **more)
+    with Ranks(os.environ) as ranks:
+        print("a warning that all have", file=sys.stderr)
+        what, who = sys.argv[1], eval(sys.argv[2])
+        if what == "error":
+            if ranks.rank in who:
+                raise UserError("disk full")
+            while ranks.is_first:  # waits for its GPU
+                ranks.check()
+                time.sleep(0.01)
+        ranks.gather(1 / (ranks.rank not in who))
 
 
 @pytest.mark.parametrize("environ, expected", (
@@ -100,8 +90,8 @@ def test_ranks_are_alike(fake_gpu, monkeypatch, bus, changes, may_share, words):
 @pytest.mark.parametrize("what, who, expected", (
     ("error", [2], "rank 2: fail: error: disk full\n"), ("error", [0, 1, 2], "fail: error: disk full\n"),
     ("fault", [1], r"rank 1: fail: Traceback.*\n(rank 1: .*\n)+rank 1: ZeroDivisionError: .*\n")))
-def test_an_error_ends_all_with_one_line(fork, what, who, expected):
-    statuses, _, err = end_ranks(fork(fail, 3, flags=(what, who)))
+def test_an_error_ends_all_with_one_line(here, what, who, expected):
+    statuses, _, err = end_ranks(fork_ranks(fail, 3, flags=(what, who)))
     assert statuses == [1, 1, 1] and re.fullmatch(f"a warning that all have\n{expected}", err)
 
 
