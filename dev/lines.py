@@ -19,7 +19,7 @@ BUDGETS = {  # what: (files, as git's patterns), lines at most; tests/test_house
     "llmc/": (("llmc/*.py", ":!llmc/gpu"), 3171),  # today's; the goal is 3,100
     "llmc/gpu/": (("llmc/gpu/*.py",), 3058),  # today's; the goal is 2,600
     "kernels/": (("kernels",), 6409),  # today's; the goal is 6,000
-    "tests/": (("tests/*.py",), 8034),  # today's; the goal is 8,000
+    "tests/": (("tests/*.py",), 7999),  # today's; the goal is 8,000
     "look/": (("look.py", "look"), 1179),  # today's; the goal is 900
     "dev/": (("dev/*.py", "dev/*.cu", "dev/*.cuh", "dev/*.md"), 5500),
     "doc/": (("doc/*.md",), 2300),

@@ -208,8 +208,6 @@ def test_float32_stays_float32(monkeypatch):
         model.optimizer.update(model.params, model.grads, Settings(weight_decay=0.1), 1e-3, 1, grad_scale=0.5)
         logits = t.Decoder(SMALL, model.params, 2, 8).logits(x, 0)
     assert logits.dtype == np.float32
-    with pytest.raises(AssertionError, match="float64"):  # so what was computed could have failed
-        model.params.wte * np.float64(2.0)
 
 
 @pytest.mark.parametrize("parts", ((1,) * 12, (12,), (5, 1, 6)))

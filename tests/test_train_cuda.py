@@ -84,6 +84,8 @@ def test_with_no_gpu_it_names_the_cpu_trainer(tmp_path, monkeypatch):
 
 
 def test_with_a_package_missing_it_names_it(tmp_path):
+    """PyTorch is for several GPUs alone."""
+    (tmp_path / "torch.py").write_text("raise ImportError")
     for error, what in (
             ("ModuleNotFoundError(\"No module named 'cupy'\", name='cupy')", "the Python package cupy cannot be"),
             ("ImportError('\\n====\\nFailed to import CuPy.\\nMore.')",
@@ -91,7 +93,6 @@ def test_with_a_package_missing_it_names_it(tmp_path):
         (tmp_path / "cupy.py").write_text(f"raise {error}\n")
         done = run_program("train_gpt2_cuda.py", check=False, PYTHONPATH=str(tmp_path))
         assert_one_line_error(done, what, "pip install -r requirements-gpu.txt", "python train_gpt2.py")
-    (tmp_path / "torch.py").write_text("raise ImportError")
     done = run_program("train_gpt2_cuda.py", "--gpus", 2, check=False, PYTHONPATH=str(tmp_path))
     assert_one_line_error(done, "a run on several GPUs needs the Python package torch")
 
