@@ -102,25 +102,25 @@ def pytest_collection_modifyitems(config, items):
     try:
         if needing := {*filter(needs_gpu, items)}:
             device.open_gpu()
-    except UserError as error:
+    except UserError:
         leave_out(needing)
-        output = getattr(config, "workeroutput", vars(config))  # of one of pytest-xdist's processes, or the only one
-        output["without_gpu"] = f"GPU: {len(needing)} tests need one, did not run ({re.split('[:;] ', str(error))[0]})"
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
-def pytest_testnodedown(node):
-    vars(node.config).update({name: text for name, text in node.workeroutput.items() if name == "without_gpu"})
+def pytest_terminal_summary(terminalreporter):
+    try:
+        device.open_gpu()
+    except UserError as error:
+        terminalreporter.write_line(f"GPU: tests that need one did not run ({re.split('[:;] ', str(error))[0]})")
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    if hasattr(config, "without_gpu"):
-        terminalreporter.write_line(config.without_gpu)
+def page_of(config):
+    """The class of the page, for CPUs, whose Config this is."""
+    return next(page for page in pages() if page.Config is type(config))
 
 
 def random_params(config, seed=0, spread=0.1, ones=0.0):
     """Weights N(0, spread), of norms N(ones, spread), padding 0. The spread is large: gradients are not tiny."""
-    params, rng = allocate(sys.modules[type(config).__module__].parameter_table(config)), np.random.default_rng(seed)
+    params, rng = allocate(page_of(config).parameter_table(config)), np.random.default_rng(seed)
     flat(params)[:] = rng.standard_normal(flat(params).size, dtype=np.float32) * np.float32(spread)
     for name, row in params.table.items():
         getattr(params, name)[...] += np.float32(ones * row.ones)
@@ -145,8 +145,7 @@ def optimizer_of(m, v):
 
 def make_model(B, T, micro_steps=0, config=SMALL, params=None):
     """A model of either kind with its activations and, with micro_steps, all that training needs."""
-    architecture = next(page for page in pages() if page.Config is type(config))
-    model = architecture(config, params or random_params(config))
+    model = page_of(config)(config, params or random_params(config))
     model.allocate_activations(B, T)
     if micro_steps:
         model.allocate_training(B, T, micro_steps)

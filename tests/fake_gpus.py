@@ -1,7 +1,6 @@
 """Ranks as processes, and train_gpt2_cuda.py on fake GPUs: update.cu's kernels in NumPy; in place of the model,
 gradients and losses that are a function of the batch; messages over torch.distributed."""
 
-import functools
 import multiprocessing
 import os
 import socket
@@ -154,8 +153,8 @@ class Messages:
 SERVER = multiprocessing.get_context("forkserver")
 
 
-def fork_ranks(function, size, *arguments, flags=(), names=LAUNCHERS[0], **variables):
-    """Start function(*arguments) in `size` processes with the variables of a launcher; what rank r prints goes to the
+def fork_ranks(function, size, flags=(), names=LAUNCHERS[0], **variables):
+    """Start the function in `size` processes with the variables of a launcher; what rank r prints goes to the
     files out<r> and err<r>. A socket that is bound and does not listen keeps the port where they meet from others."""
     SERVER.set_forkserver_preload(["torch.distributed", "fake_gpus"])
     before = os.environ.get("PYTHONPATH", "")
@@ -168,8 +167,7 @@ def fork_ranks(function, size, *arguments, flags=(), names=LAUNCHERS[0], **varia
     for rank in range(size):
         environ = dict(zip(names, map(str, (rank, size, rank)))) | variables
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(place.getsockname()[1])}
-        argv = [(arguments or (function,))[0].__name__, *map(str, flags)]
-        work = functools.partial(function, *arguments), argv, environ, os.getcwd(), rank
+        work = function, [function.__name__, *map(str, flags)], environ, os.getcwd(), rank
         processes.append(SERVER.Process(target=run_rank, args=work))
         processes[-1].start()
         processes[-1].place = place

@@ -7,20 +7,12 @@ ROOM = np.float32([2.0, 2.0, 8.0])  # times what each needs at most; gradients g
 
 
 def round_e4m3(x, rng=None):
-    """x as float32, rounded to the numbers of E4M3, saturating; NaN stays NaN. See rounded."""
-    return rounded(x, 3, -6, LARGEST, rng)
-
-
-def round_e5m2(x, rng):
-    return rounded(x, 2, -14, 57344.0, rng)
-
-
-def rounded(x, mantissa, least_exponent, largest, rng):
-    """To nearest, ties to even; or, given a generator, to one of the two nearest, at random, so that the expected value
-    is x: Gupta et al. 2015, https://arxiv.org/abs/1502.02551."""
-    x = np.clip(np.asarray(x, np.float32), -largest, largest)
-    exponent = np.maximum(np.frexp(x)[1] - 1, least_exponent)  # of the leading bit
-    step = np.ldexp(np.float32(1.0), exponent - mantissa)
+    """x as float32, rounded to the numbers of E4M3, saturating; NaN stays NaN. To nearest, ties to even; or, given a
+    generator, to one of the two nearest, at random, so that the expected value is x: Gupta et al. 2015,
+    https://arxiv.org/abs/1502.02551."""
+    x = np.clip(np.asarray(x, np.float32), -LARGEST, LARGEST)
+    exponent = np.maximum(np.frexp(x)[1] - 1, -6)  # of the leading bit
+    step = np.ldexp(np.float32(1.0), exponent - 3)
     return (np.floor(x / step + rng.random(x.shape, np.float32)) if rng else np.rint(x / step)) * step
 
 

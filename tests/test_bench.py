@@ -33,16 +33,6 @@ from train_llama3 import Llama3
 SWEEP = ("-o", "s", "-b", 2, "-t", 8, "-m", 2, "-v", 4)
 
 
-def test_a_worker_on_the_cpu(monkeypatch, tmp_path):
-    """Of a small model, in a process of its own; and one that fails."""
-    job = bench.Job("cpu", "numpy", "float32", 1, 8, "124M")
-    monkeypatch.setitem(bench.MODELS, "124M", "d2")
-    monkeypatch.setattr(bench, "CPU_STEPS", 1)
-    found = bench.step_of_numpy(job)
-    assert len(found["step"]) == len(found["matmuls"]) == bench.CPU_STEPS and found["peak"] > 1e6
-    assert "failed" in bench.measure(job._replace(T=2000), str(tmp_path)), "GPT-2 has no position 2000"
-
-
 @pytest.mark.parametrize("model", ("gpt2_124M.bin", "d2"))
 def test_pytorch_by_other_kernels_computes_the_same(workplace, run_here, model):
     """Its losses, on the CPU, over four updates with accumulation, clipping, decay and a schedule are train_gpt2.py's.

@@ -8,10 +8,9 @@ import pytest
 
 import generate
 import llmc.gpu.decoder
-import train_gpt2
-import train_llama3
 import train_speedrun
-from conftest import on_stream, random_params
+from conftest import on_stream, page_of, random_params
+from llmc.api import on_gpu
 from llmc.checkpoint import write_model
 from llmc.gpu.decoder import (TEXT_CONTROL, DECODE, decode_files, decode_geometry, decode_logits, decode_sample,
                               open_decoder)
@@ -21,7 +20,6 @@ from llmc.sampler import Choice, Random
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, layer, views
 from test_kernels import PRECISIONS, check_launches, compile_file, signatures
 from train_gpt2 import Config
-from train_gpt2_cuda import GPT2
 from train_llama3 import Config as LlamaConfig
 from train_llama3_cuda import Llama3
 from train_speedrun_cuda import Speedrun
@@ -53,7 +51,7 @@ SHARED = {"sm_75": 64 << 10, "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90a": 22
 
 
 def architecture_of(config):
-    return {Config: GPT2, LlamaConfig: Llama3, train_speedrun.Config: Speedrun}[type(config)]
+    return on_gpu(page_of(config))
 
 
 def label(x):
@@ -130,8 +128,7 @@ def decoders(gpu):
         flat(params)[:] = rounded(flat(params), dtype)
         ours = open_decoder(architecture_of(config), gpu, config, params, B, config.maxT, dtype)
         on_stream(ours.device)
-        in_numpy = {GPT2: train_gpt2.GPT2, Llama3: train_llama3.Llama3, Speedrun: train_speedrun.Speedrun}
-        return ours, in_numpy[ours.architecture].Decoder(config, params, B, config.maxT)
+        return ours, page_of(config).Decoder(config, params, B, config.maxT)
 
     return make
 

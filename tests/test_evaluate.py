@@ -122,11 +122,10 @@ def test_a_file_is_read_whole_or_refused(examples):
     faults = [("magic", put(0, 1, 0)), ("version 3", put(2, 3, 0)), ("with 0 examples", put(4, 0, 0)),
               ("record 60 of 61", put(4, 61, 0)), ("token id 300, expected 0 to 256", put(6, 300)),
               ("record 59 of 60", data[:-2]), ("after the last record", data + b"\0\0"),
-              ("1024-byte header", data[:1000]), ("record 0 of 60", put(1, 9)), ("record 0 of 60", put(3, 4))]
+              ("1024-byte header", data[:1000]), ("record 0 of 60", put(1, 9))]
     for what, changed in faults:
         Path("x.bin").write_bytes(changed)
-        with pytest.raises(UserError, match=f"x.bin: .*{what}"):
-            read_examples("x.bin", SMALL.V)
+        pytest.raises(UserError, read_examples, "x.bin", SMALL.V).match(f"x.bin: .*{what}")
 
 
 @pytest.fixture

@@ -267,9 +267,7 @@ def test_damaged_checkpoints_and_logs(workplace, train):
     assert "resuming at step 2" in train(*again, check=True).stdout
 
 
-def test_a_closed_pipe_is_quiet(workplace):
-    command = f"{sys.executable} {ROOT / 'train_gpt2.py'} -b 2 -t 8 -v 0 -s 0 -x 2000"
-    done = subprocess.run(f"{command} | head -n 3", shell=True, capture_output=True, text=True, timeout=60)
-    assert done.stdout.count("\n") == 3 and "Traceback" not in done.stderr
-    done = subprocess.run(f"{command} > /dev/full", shell=True, capture_output=True, text=True, timeout=60)
+def test_a_full_disk_is_one_line(workplace):
+    command = f"{sys.executable} {ROOT / 'train_gpt2.py'} -b 2 -t 8 -v 0 -s 0 -x 2000 > /dev/full"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert_one_line_error(done, "No space left")

@@ -271,8 +271,7 @@ def test_calls_that_are_refused(heads, on_gpu, options):
         (lambda: model.forward(*np.zeros((2, 1, 65), int)), "at most 64|room for"), (lambda: model.loss("a"), "2"),
         (lambda: load(weight_decay=-1), "weight_decay"), (lambda: load(schedule="cosine"), "expected"),
         (lambda: load("nowhere"), "no such file")):
-        with pytest.raises(UserError, match=words):
-            call()
+        pytest.raises(UserError, call).match(words)
 
 
 @pytest.mark.parametrize("config", (SMALL, SMALL_LLAMA))
@@ -291,8 +290,7 @@ def test_batches_may_grow(workplace, config):
             model.update(1e-3)
     assert np.array_equal(*(model.model.params.buffer for model in models))
     models[0].model.params.lnfw[3] = math.inf
-    with pytest.raises(UserError, match="new/x.bin: tensor lnfw .* it is not saved"):
-        models[0].save("new/x.bin")
+    pytest.raises(UserError, models[0].save, "new/x.bin").match("new/x.bin: tensor lnfw .* it is not saved")
     assert not os.path.exists("new")
 
 

@@ -9,6 +9,7 @@ import pytest
 import llmc.tensors
 import llmc.threads
 import train_gpt2 as t
+import train_speedrun
 from conftest import SMALL, SMALL_LLAMA, make_model
 from llmc.settings import Settings
 from llmc.tensors import flat, views
@@ -207,13 +208,12 @@ def test_float32_stays_float32(monkeypatch):
         model.optimizer.update(model.params, model.grads, Settings(weight_decay=0.1), 1e-3, 1, grad_scale=0.5)
         logits = t.Decoder(SMALL, model.params, 2, 8).logits(x, 0)
     assert logits.dtype == np.float32
-    with pytest.raises(AssertionError, match="float64"):  # so what was computed could have failed
-        model.params.wte * np.float64(2.0)
 
 
 @pytest.mark.parametrize("parts", ((1,) * 12, (12,), (5, 1, 6)))
 @pytest.mark.parametrize("chunk", (256, 2))
-@pytest.mark.parametrize("config", (SMALL, SMALL_LLAMA, dataclasses.replace(SMALL_LLAMA, tied=1)))
+@pytest.mark.parametrize("config", (SMALL, SMALL_LLAMA, dataclasses.replace(SMALL_LLAMA, tied=1),
+                                    train_speedrun.Config(32, 97, 2, 2, 48, 128)))
 def test_the_decoder_agrees_with_the_forward_pass(monkeypatch, in_blocks, config, parts, chunk):
     B, T, rng = 3, sum(parts), np.random.default_rng(1)
     model, tokens = make_model(B, T, config=config), rng.integers(0, config.V, (B, T), dtype=np.int32)

@@ -176,18 +176,19 @@ SHARDS = ("-i", "data/s_train_*.bin", "-l", 0.01)
 
 def test_several_shards_are_shuffled_unless_told_otherwise(shards, train):
     """With --seed, which is that of random weights, too; a run resumes with the order that it began with."""
-    in_order, shuffled, default, other = (
-        losses(train(*SHARDS, "-x", 5, *flags))
-        for flags in (("--shuffle", 0), ("--shuffle", 1), (), ("--seed", 7)))
+    def orders(*data):
+        return [losses(train(*data, "-x", 5, *flags))
+                for flags in (("--shuffle", 0), ("--shuffle", 1), (), ("--seed", 7))]
+
+    in_order, shuffled, default, other = orders(*SHARDS)
     assert in_order != shuffled == default and other not in (in_order, shuffled)
     for flags, whole in ((("--shuffle", 0), in_order), (("--seed", 7), other)):
         train(*SHARDS, "-x", 3, *flags, "-o", f"run{flags[1]}")
         assert losses(train(*SHARDS, "-x", 5, "-o", f"run{flags[1]}", "-y", 1)) == whole[3:]
-    one = ("-i", "data/s_train_0.bin", "-j", "data/s_val_0.bin", "-x", 5)
-    in_order, shuffled, default, other = (
-        losses(train(*one, *flags)) for flags in (("--shuffle", 0), ("--shuffle", 1), (), ("--seed", 7)))
+    one = ("-i", "data/s_train_0.bin", "-j", "data/s_val_0.bin")
+    in_order, shuffled, default, other = orders(*one)
     assert in_order == default == other != shuffled
-    default, other = (losses(train(*one, "-e", "d2", *seed)) for seed in ((), ("--seed", 7)))
+    *_, default, other = orders(*one, "-e", "d2")
     assert default != other
     train("--seed", -1, fails=("--seed -1", "at least 0"))
 

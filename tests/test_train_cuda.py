@@ -83,6 +83,8 @@ def test_with_no_gpu_it_names_the_cpu_trainer(tmp_path, monkeypatch):
 
 
 def test_with_a_package_missing_it_names_it(tmp_path):
+    """PyTorch is for several GPUs alone."""
+    (tmp_path / "torch.py").write_text("raise ImportError")
     for error, what in (
             ("ModuleNotFoundError(\"No module named 'cupy'\", name='cupy')", "the Python package cupy cannot be"),
             ("ImportError('\\n====\\nFailed to import CuPy.\\nMore.')",
@@ -90,7 +92,6 @@ def test_with_a_package_missing_it_names_it(tmp_path):
         (tmp_path / "cupy.py").write_text(f"raise {error}\n")
         done = run_program("train_gpt2_cuda.py", check=False, PYTHONPATH=str(tmp_path))
         assert_one_line_error(done, what, "pip install -r requirements-gpu.txt", "python train_gpt2.py")
-    (tmp_path / "torch.py").write_text("raise ImportError")
     done = run_program("train_gpt2_cuda.py", "--gpus", 2, check=False, PYTHONPATH=str(tmp_path))
     assert_one_line_error(done, "a run on several GPUs needs the Python package torch")
 
@@ -192,8 +193,7 @@ def test_lines(fake_gpu, heads, run_here, monkeypatch):
     (1, Config(64, 257, 2, 1, 200, 384), "C=200, F=800: --dtype fp8 expects multiples of 16: pass --dtype bf"),
     (1, Config(64, 131100, 2, 1, 64, 131200), "131200 rows of .* weight: --dtype fp8 expects .* up to 131072: pass")))
 def test_a_model_that_the_kernels_do_not_take(fp8, config, words):
-    with pytest.raises(UserError, match=words):
-        check_sizes(config, fp8)
+    pytest.raises(UserError, check_sizes, config, fp8).match(words)
 
 
 @pytest.mark.parametrize("arch, settings, words", (
@@ -205,8 +205,7 @@ def test_a_model_that_the_kernels_do_not_take(fp8, config, words):
       for arch, dtype in (("sm_75", "float32"), ("sm_80", "bfloat16"), ("sm_90a", "float32"))),
     ("sm_75", dict(arch="sm_80"), "--arch sm_80: this GPU is sm_75")))
 def test_what_a_gpu_lacks_is_refused(arch, settings, words):
-    with pytest.raises(UserError, match=words):
-        cuda.resolve_auto(cuda.CudaSettings(**settings), arch)
+    pytest.raises(UserError, cuda.resolve_auto, cuda.CudaSettings(**settings), arch).match(words)
 
 
 def test_what_is_left_to_the_gpu():
@@ -222,23 +221,6 @@ def of_124M(function, settings):
     """A function of memory.py, of GPT-2 124M on an H100."""
     geometry = launch_geometry(GPT2_124M, settings.precision, "sm_90a")
     return function(cuda.GPT2, GPT2_124M, settings, SimpleNamespace(sm_count=132, geometry=geometry))
-
-
-def memory_of(settings):
-    """{what for: bytes}."""
-    return {what: size for size, what in of_124M(memory_plan, settings)}
-
-
-def test_phases_of_the_memory_plan():
-    less = [sum(memory_of(cuda.CudaSettings(B=4, T=1024, dtype="float32", recompute=r)).values()) for r in (0, 1, 2)]
-    assert less[0] - less[1] == 12 * 4096 * 4 * 768 * 4 and less[1] - less[2] == 2 * 12 * 4096 * 768 * 4
-    for dtype, size, master, grads in (("float32", 4, 0, 4), ("bfloat16", 2, 1, 2), ("bfloat16", 2, 0, 4)):
-        plan = memory_of(cuda.CudaSettings(B=4, T=1024, dtype=dtype, recompute=0, master_weights=master,
-                                           float32_grads=int(grads == 4)))
-        assert plan["parameters"] == size * 124475904 and plan["gradients"] == grads * 124475904
-        assert plan["AdamW's m"] == plan["AdamW's v"] == 4 * 124475904
-        assert plan.get("AdamW's master", 0) == 4 * 124475904 * master
-        assert plan["logits, and in other phases scratch"] == size * 4096 * 50304
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -403,19 +385,23 @@ def test_a_checkpoint_moves_between_the_trainers(gpu, heads, first, second):
 
 def test_recomputation_is_named_where_it_helps(fake_gpu):
     settings = cuda.resolve_auto(cuda.CudaSettings(B=4), "sm_90a")
-    needed = [sum(memory_of(dataclasses.replace(settings, recompute=r)).values()) for r in (0, 1, 2)]
+    def needed(**changed):
+        return sum(size for size, _ in of_124M(memory_plan, dataclasses.replace(settings, **changed)))
 
     def check(free, words, **changed):
         fake_gpu.free = free + RESERVE
         with pytest.raises(UserError, match=f"{words}$"):
             of_124M(check_memory, dataclasses.replace(settings, **changed))
 
+    least = [needed(recompute=r) for r in (0, 1, 2)]
+    layer = 2 * 12 * 4 * settings.T * 768  # bytes of a tensor (L,B,T,C)
+    assert least[0] - least[1] == 4 * layer and least[1] - least[2] == 2 * layer
     both = "the largest batch that fits is -b 3, or pass --recompute 2"
-    accumulated = dataclasses.replace(settings, total_batch_size=512 * 1024)  # a larger batch, and sums of gradients
-    check(sum(memory_of(accumulated).values()) - 1, both.replace("3", "2"), total_batch_size=512 * 1024)  # divides -d
-    check(needed[0] - 1, both)
-    check(needed[1] - 1, "or pass --recompute 2")
-    check(needed[2] - 1, "the largest batch that fits is -b 2")
-    check(needed[2] - 1, "-b 3", recompute=2)
+    accumulated = {"total_batch_size": 512 * 1024}  # a larger batch, and sums of gradients
+    check(needed(**accumulated) - 1, both.replace("3", "2"), **accumulated)  # divides -d
+    check(least[0] - 1, both)
+    check(least[1] - 1, "or pass --recompute 2")
+    check(least[2] - 1, "the largest batch that fits is -b 2")
+    check(least[2] - 1, "-b 3", recompute=2)
     for B in (4, 1):
         check(1 << 20, "257 MiB are free; not even -b 1 fits: take a smaller -t or model", B=B)
