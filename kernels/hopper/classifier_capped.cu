@@ -48,7 +48,7 @@ classifier_capped(float* losses, element* logits, float* partials, float factor,
                   int write_gradient, int N) {
     extern __shared__ uint4 shared[];
     __shared__ Mbarrier barriers[WARPS][STAGES], summed[TURNS];
-    __shared__ float warp_sums[TURNS][CLUSTER * WARPS], target_logits[TURNS];
+    __shared__ float warp_sums[TURNS][CLUSTER * WARPS];
     element* const rows = reinterpret_cast<element*>(shared);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // see classifier.cu
     const int block = block_of_cluster(), first = block * COLUMNS, columns = min(COLUMNS, Vp - first);
@@ -65,17 +65,18 @@ classifier_capped(float* losses, element* logits, float* partials, float factor,
             load_bytes(rows + stage * COLUMNS + slice, logits + int64(n) * Vp + first + slice, &loaded[stage], bytes);
         }
     };
-    // Row number `turn`, n: its sum in warp_sums, its terms of the gradient in place of its logits.
+    // Row number `turn`, n: its sum in warp_sums, its terms of the gradient in place of its logits. Returns the target's
+    // logit, if this thread has it.
     const auto sum_row = [&](int n, int turn) {
         const int stage = turn % STAGES, target = targets[n] - first;
-        float sum = 0.0f;
+        float sum = 0.0f, target_logit = 0.0f;
         mbarrier_wait(&loaded[stage], turn / STAGES % 2);
 #pragma unroll
         for (int pack = 0; pack < PACKS; pack++) {
             const int c = column_of(pack);
             if (c >= columns) continue;
             element* const at = rows + stage * COLUMNS + c;
-            if (has_target(c, target)) target_logits[turn % TURNS] = to_float(at[target - c]);
+            if (has_target(c, target)) target_logit = to_float(at[target - c]);
             Floats x = unpack(load_bits(at)), slopes;
 #pragma unroll
             for (int k = 0; k < PACK; k++) {  // r: LOG2E times cap_factor; so exp(y) is divided by LOG2E^3
@@ -105,10 +106,11 @@ classifier_capped(float* losses, element* logits, float* partials, float factor,
             __syncwarp();  // all lanes have read the slice
             if (lane == 0) fetch(turn + STAGES);
         }
+        return target_logit;
     };
     Floats column_sums[PACKS] = {};
     const auto expect_sums = [&](int slot) { mbarrier_arrive_expect_tx(&summed[slot], CLUSTER * WARPS * 4); };
-    const auto write_row = [&](int n, int turn) {
+    const auto write_row = [&](int n, int turn, float target_logit) {
         const int slot = turn % TURNS, target = targets[n] - first;
         float sum = 0.0f;
         mbarrier_wait(&summed[slot], turn / TURNS % 2);
@@ -116,7 +118,7 @@ classifier_capped(float* losses, element* logits, float* partials, float factor,
         for (int i = lane; i < CLUSTER * WARPS; i += 32) sum += warp_sums[slot][i];
         sum = warp_sum(sum) * exp2f(LOG2_UNIT);
         if (target >= 0 && target < columns && target / SLICE == warp && target / PACK % 32 == lane) {
-            losses[n] = logf(sum) - capped(target_logits[slot]);
+            losses[n] = logf(sum) - capped(target_logit);
         }
         if (!write_gradient) return;
         if (lane == 0 && turn > 0) {
@@ -145,7 +147,7 @@ classifier_capped(float* losses, element* logits, float* partials, float factor,
 #pragma unroll
                 for (int k = 0; k < PACK; k++) x.x[k] *= scale;
                 if (has_target(c, target)) {
-                    const float of_target = cap_slope(target_logits[slot]) * dloss;
+                    const float of_target = cap_slope(target_logit) * dloss;
 #pragma unroll
                     for (int k = 0; k < PACK; k++) x.x[k] -= c + k == target ? of_target : 0.0f;
                 }
@@ -170,9 +172,11 @@ classifier_capped(float* losses, element* logits, float* partials, float factor,
         for (int turn = 0; turn < STAGES; turn++) fetch(turn);
     }
     cluster_sync();
+    float target_logit = 0.0f;
     for (int turn = -1, n = cluster - clusters; n < N; turn++, n += clusters) {
-        if (n + clusters < N) sum_row(n + clusters, turn + 1);
-        if (turn >= 0) write_row(n, turn);
+        const float next = n + clusters < N ? sum_row(n + clusters, turn + 1) : 0.0f;
+        if (turn >= 0) write_row(n, turn, target_logit);
+        target_logit = next;
     }
     if (lane == 0) stores_wait<0>();  // the block must not exit before TMA has read its shared memory
 
