@@ -85,8 +85,8 @@ def cases_to_compile(arch, precision):
         llamas = itertools.product(("rmsnorm", "rope", "swiglu", "classifier"), LLAMAS[1:])
         yield from ((llama_cuda.Llama3, *case) for case in llamas)
         classifier = ("classifier_capped",) if hopper_matmul(precision, arch) else ("classifier", "logits_bias")
-        qknorm = ("matmul",) if hopper_matmul(precision, arch) else ("qknorm",)
-        speedruns = ("rmsnorm", *qknorm, "gelu", *classifier, "muon")
+        matmul = ("matmul",) if hopper_matmul(precision, arch) else ()
+        speedruns = ("rmsnorm", "qknorm", "gelu", *matmul, *classifier, "muon")
         yield from ((speedrun_cuda.Speedrun, layer, SPEEDRUN) for layer in speedruns)
         yield llama_cuda.Llama3, "classifier", dataclasses.replace(LLAMAS[0], V=128256, Vp=128256)
         yield llama_cuda.Llama3, "attention", LLAMAS[2]

@@ -21,6 +21,7 @@ import llmc.progress
 import train_gpt2_cuda as cuda
 import train_llama3
 import train_speedrun
+import train_speedrun
 from conftest import (GPT2_124M, ROOT, assert_one_line_error, optimizer_of, random_params, remove_after,
                       run_program)
 from llmc.checkpoint import owned_by_one, read_config, read_model, read_optimizer_state, write_model
@@ -191,9 +192,10 @@ def test_lines(fake_gpu, heads, run_here, monkeypatch):
     (0, Config(64, 257, 1, 1, 144, 384), "C=144 with NH=1.*train_gpt2.py"),
     (0, train_llama3.Config(64, 257, 1, 4, 2, 48, 384, 204, 16), "F=204.*train_llama3.py"),
     (1, Config(64, 257, 2, 1, 200, 384), "C=200, F=800: --dtype fp8 expects multiples of 16: pass --dtype bf"),
-    (1, Config(64, 131100, 2, 1, 64, 131200), "131200 rows of .* weight: --dtype fp8 expects .* up to 131072: pass")))
+    (1, Config(64, 131100, 2, 1, 64, 131200), "131200 rows of .* weight: --dtype fp8 expects .* up to 131072: pass"),
+    (0, train_speedrun.Config(64, 257, 1, 3, 240, 384), "heads of 80 channels: on a GPU, QK-norm .*train_speedrun.py")))
 def test_a_model_that_the_kernels_do_not_take(fp8, config, words):
-    pytest.raises(UserError, check_sizes, config, fp8).match(words)
+    pytest.raises(UserError, check_sizes, config, fp8, type(config) is train_speedrun.Config).match(words)
 
 
 @pytest.mark.parametrize("arch, settings, words", (
@@ -218,7 +220,7 @@ def test_what_is_left_to_the_gpu():
 
 
 def of_124M(function, settings):
-    """A function of memory.py, of GPT-2 124M on an H100."""
+    """A function of trainer.py, of GPT-2 124M on an H100."""
     geometry = launch_geometry(GPT2_124M, settings.precision, "sm_90a")
     return function(cuda.GPT2, GPT2_124M, settings, SimpleNamespace(sm_count=132, geometry=geometry))
 
