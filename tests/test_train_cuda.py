@@ -21,7 +21,6 @@ import llmc.progress
 import train_gpt2_cuda as cuda
 import train_llama3
 import train_speedrun
-import train_speedrun
 from conftest import (GPT2_124M, ROOT, assert_one_line_error, optimizer_of, random_params, remove_after,
                       run_program)
 from llmc.checkpoint import owned_by_one, read_config, read_model, read_optimizer_state, write_model
