@@ -12,9 +12,7 @@ __device__ inline bool has_target(int v, int target) { return uint32(target - v)
 
 // Between a row's sum and its gradient, a pack of it in half precision, in bfloat16 runs.
 #if BFLOAT16
-__device__ inline uint4 kept(const Floats& x) {
-    return {as_halves(x.x[0], x.x[1]), as_halves(x.x[2], x.x[3]), as_halves(x.x[4], x.x[5]), as_halves(x.x[6], x.x[7])};
-}
+__device__ inline uint4 kept(const Floats& x) { return pack(x, as_halves); }
 __device__ inline Floats unpack_kept(const uint4& bits) { return load(reinterpret_cast<const __half*>(&bits)); }
 #else
 __device__ inline uint4 kept(const Floats& x) { return {}; }

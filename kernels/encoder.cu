@@ -38,13 +38,6 @@ __device__ inline bool has_pack(int c, int p) {
     return SPANS * PACKS * WARP_ELEMENTS == C || c + p * WARP_ELEMENTS < C;
 }
 
-__device__ inline Floats sum_of(const Floats& a, const Floats& b) {
-    Floats sum;
-#pragma unroll
-    for (int k = 0; k < PACK; k++) sum.x[k] = a.x[k] + b.x[k];
-    return sum;
-}
-
 // One warp per row (or part of a row), so that the token is looked up once. Block (ENCODER_THREADS); grid (N / WARPS,
 // SPANS).
 extern "C" __global__ void __launch_bounds__(ENCODER_THREADS, 4)
@@ -63,7 +56,7 @@ encoder_forward(residual_element* out, const int* inp, const element* wte, const
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
         if (!has_pack(c, p)) continue;
-        store(out + int64(row) * C + c + p * WARP_ELEMENTS, sum_of(unpack(packs[p][0]), unpack(packs[p][1])));
+        store(out + int64(row) * C + c + p * WARP_ELEMENTS, unpack(packs[p][0]) + unpack(packs[p][1]));
     }
 }
 
@@ -85,7 +78,7 @@ __device__ inline void add_rows(Floats (&sums)[PACKS], int c, int begin, int end
         for (int i = 0; i < AT_ONCE; i++) {
 #pragma unroll
             for (int p = 0; p < PACKS; p++) {
-                if (first + i < end) sums[p] = sum_of(sums[p], unpack(rows[i][p]));
+                if (first + i < end) sums[p] = sums[p] + unpack(rows[i][p]);
             }
         }
     }
@@ -129,7 +122,7 @@ encoder_backward_wte(gradient* dwte, float* partials, const element* dout, const
             add_rows<2>(sums, c, piece.begin, piece.end, row);
 #pragma unroll
             for (int p = 0; p < PACKS; p++) {
-                if (has_pack(c, p)) store(out + p * WARP_ELEMENTS, sum_of(sums[p], before[p]));
+                if (has_pack(c, p)) store(out + p * WARP_ELEMENTS, sums[p] + before[p]);
             }
         }
     }
@@ -156,14 +149,14 @@ encoder_backward_wte_cut(gradient* dwte, const float* partials, const int* piece
         Floats sum = {};
         if (c < C) {
 #pragma unroll 8
-            for (int i = begin + warp; i < end; i += WARPS) sum = sum_of(sum, load(partials + int64(i) * C + c));
+            for (int i = begin + warp; i < end; i += WARPS) sum = sum + load(partials + int64(i) * C + c);
         }
         warp_sums[warp][lane] = sum;
         __syncthreads();
         if (warp == 0 && c < C) {
-            for (int w = 1; w < WARPS; w++) sum = sum_of(sum, warp_sums[w][lane]);
+            for (int w = 1; w < WARPS; w++) sum = sum + warp_sums[w][lane];
             gradient* const out = dwte + int64(~cut_token) * C + c;
-            store(out, sum_of(sum, load(out)));
+            store(out, sum + load(out));
         }
     }
 }
