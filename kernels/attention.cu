@@ -97,8 +97,7 @@ __device__ inline void rotate_back(Result& d, const float2* rope, int row, int T
         const int n = BFLOAT16 ? p / 2 : p / 4 * 2, i = BFLOAT16 ? p % 2 * 2 : p % 4;
         float &a = d[n][i], &b = BFLOAT16 ? d[n][i + 1] : d[n + 1][i];
         const int r = min(row + int(threadIdx.x) % 32 / 4 + i / 2 * 8, T - 1);  // rows >= T are 0
-        const float2 x = rotated_back(a, b, rope[r * (HS / 2) + result_column(n, i) / 2]);
-        a = x.x, b = x.y;
+        rotate_back(a, b, rope[r * (HS / 2) + result_column(n, i) / 2]);
     }
 }
 

@@ -232,8 +232,7 @@ __device__ inline void rotate_back(float (&d)[HS / 2], const float2* rope, int r
 #pragma unroll
     for (int k = 0; k < ROTATED_PAIRS / 2; k++) {
         const int r = min(row + k % 2 * 8, T - 1);  // rows >= T are not stored
-        const float2 x = rotated_back(d[2 * k], d[2 * k + 1], rope[r * (HS / 2) + k / 2 * 4 + threadIdx.x % 4]);
-        d[2 * k] = x.x, d[2 * k + 1] = x.y;
+        rotate_back(d[2 * k], d[2 * k + 1], rope[r * (HS / 2) + k / 2 * 4 + threadIdx.x % 4]);
     }
 }
 
@@ -353,9 +352,9 @@ __device__ inline void put_partials(float* partials, const float (&sums)[4][HS],
     partials[partial * QKV + column + c] = sums[0][c] + sums[1][c] + sums[2][c] + sums[3][c];
 }
 
-// Named barriers, one for each consumer: SUMS + consumer guards that consumer's `sums`, and is passed twice per item:
-// when all its warps have read the previous item's sums, and when all have written this one's.
-enum NamedBarrier { SUMS = 1 };
+// The threads of a consumer wait for each other, twice per item: when all have read the previous item's sums, and when
+// all have written this one's.
+__device__ inline void consumer_sync(int consumer) { named_barrier_sync(1 + consumer, WARPGROUP); }
 
 #if ATTENTION_FP8
 // A tensor that results in 8 bits.
@@ -631,9 +630,9 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
             rotate_back(dq, rope, row, T);
             store_rows<1>(dinp, staging, dq, SCALE, SCALE, item.h * HS, warp_row, item.b, T);
             if (!partials) continue;
-            named_barrier_sync(SUMS + consumer, WARPGROUP);  // the previous item's sums have been read
+            consumer_sync(consumer);  // the previous item's sums have been read
             sum_rows(sums[consumer][warp], dq, SCALE);
-            named_barrier_sync(SUMS + consumer, WARPGROUP);  // all warps have written theirs
+            consumer_sync(consumer);  // all warps have written theirs
             put_partials(partials, sums[consumer], item.h * HS, item.b, consumer_row, T);
         }
         if (threadIdx.x % 32 == 0) stores_wait<0>();  // the block must not exit before TMA has read its shared memory
@@ -814,10 +813,10 @@ __device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials
             store_rows<2>(dinp, staging, dk, SCALE, SCALE, column, warp_row, item.b, T);
             store_rows<2>(dinp, staging + RESIDENT / 4, dv, 1.0f, 1.0f, KV + column, warp_row, item.b, T);
             if (!partials) continue;
-            named_barrier_sync(SUMS + consumer, WARPGROUP);  // the previous item's sums have been read
+            consumer_sync(consumer);  // the previous item's sums have been read
             sum_rows(sums[consumer][0][warp], dk, SCALE);
             sum_rows(sums[consumer][1][warp], dv, 1.0f);
-            named_barrier_sync(SUMS + consumer, WARPGROUP);  // all warps have written theirs
+            consumer_sync(consumer);  // all warps have written theirs
             put_partials(partials, sums[consumer][0], column, item.b, consumer_row, T);
             put_partials(partials, sums[consumer][1], KV + column, item.b, consumer_row, T);
         }

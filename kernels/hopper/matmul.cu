@@ -43,13 +43,9 @@ __device__ __forceinline__ void gelu_strip(element* out, element* strip) {
             s[k] = end_gate(s[k]);
             if (n < 7) begin(n + 1, k);
         }
-        uint32 pairs[4];
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            pairs[k] = as_pair(__fmul_rn(number(x[n % 3], 2 * k), s[2 * k]),
-                               __fmul_rn(number(x[n % 3], 2 * k + 1), s[2 * k + 1]));
-        }
-        to.store(pairs, n);
+        for (int k = 0; k < 8; k++) s[k] = __fmul_rn(number(x[n % 3], k), s[k]);
+        to.store(s, n);
     }
 }
 
@@ -191,8 +187,7 @@ MATMUL matmul_backward_inp_gelu(MAP dinp, float* partials, MAP dout, MAP weight,
                     for (int k = 0; k < 8; k++) {
                         x[k] = acc[n % 2][4 * (8 * s + n / 2 * 2) + k] * gelu_derivative(x[k], g[k]);
                     }
-                    strip.store({as_pair(x[0], x[1]), as_pair(x[2], x[3]), as_pair(x[4], x[5]), as_pair(x[6], x[7])},
-                                n);
+                    strip.store(x, n);
 #pragma unroll
                     for (int k = 0; k < 4; k++) {
                         const int first = k / 2 * 4 + k % 2;  // row g, then row g + 8

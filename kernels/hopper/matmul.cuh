@@ -51,9 +51,6 @@ constexpr int GELU_REGISTERS = 40;
 constexpr int STAGES_ROOM = MATMUL_STAGES * (BM + WIDE_BN) * BK;  // elements of all stages, both operands
 constexpr int STRIP = BM * MATMUL_STRIP;                          // elements of a strip of 64 columns
 
-// Named barriers: at OWN_STRIPS + i, the threads of warpgroup i wait for each other, around the strips that they write.
-enum NamedBarrier { OWN_STRIPS = 1 };
-
 static_assert(THREADS == (1 + CONSUMERS) * WARPGROUP, "beside the consumer warpgroups, one loads");
 static_assert(MATMUL_GELU_THREADS == THREADS + WARPGROUP, "and one does GELU");
 static_assert(MATMUL_SHARED == (STAGES_ROOM + 2 * CONSUMERS * STRIP) * sizeof(element),
@@ -84,7 +81,8 @@ struct Layout {
 };
 
 __device__ inline bool leads_warpgroup() { return threadIdx.x % WARPGROUP == 0; }
-__device__ inline void warpgroup_sync() { named_barrier_sync(OWN_STRIPS + warpgroup(), WARPGROUP); }
+// The threads of a warpgroup wait for each other, around the strips that they write.
+__device__ inline void warpgroup_sync() { named_barrier_sync(1 + warpgroup(), WARPGROUP); }
 
 struct Nothing {
     template <class... Arguments>
@@ -275,6 +273,9 @@ struct Squares {
     __device__ element* at(int n) const { return row + n % 2 * (64 * COLUMNS) + (n / 2 * 2 ^ swizzle) * 8; }
     __device__ void load(uint32 (&pairs)[4], int n) const { load_tiles<0>(pairs, at(n)); }
     __device__ void store(const uint32 (&pairs)[4], int n) const { store_tiles(pairs, at(n)); }
+    __device__ void store(const float (&x)[8], int n) const {  // rounded
+        store({as_pair(x[0], x[1]), as_pair(x[2], x[3]), as_pair(x[4], x[5]), as_pair(x[6], x[7])}, n);
+    }
 };
 
 __device__ inline float number(const uint32 (&pairs)[4], int k) {

@@ -94,8 +94,8 @@ __device__ __forceinline__ void qknorm_tile(Accumulators<GELU_BN>& acc, float* r
             for (int j = 0; j < HEAD; j++) {
                 float* const x = &acc[k / 2][4 * (first + j) + k % 2 * 2];
                 const bool rotates = 4 * j < ROTATED_PAIRS;
-                const float2 pair = rotated(x[0] * times, x[1] * times, rotates ? angles[4 * j] : float2{1.0f, 0.0f});
-                x[0] = pair.x, x[1] = pair.y;
+                x[0] *= times, x[1] *= times;
+                rotate(x[0], x[1], rotates ? angles[4 * j] : float2{1.0f, 0.0f});
             }
         }
     }

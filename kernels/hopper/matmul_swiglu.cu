@@ -49,18 +49,13 @@ MATMUL matmul_forward_swiglu(MAP out, MAP swiglu_out, MAP inp, MAP weight, int M
                     }
                     ups.store(up, n);
                     gates.store(gate_pairs, n);
-                    float gate[8], sigmoid[8];
+                    float gate[8], sigmoid[8], y[8];
 #pragma unroll
                     for (int k = 0; k < 8; k++) gate[k] = number(gate_pairs, k);
                     sigmoids(sigmoid, gate);
-                    uint32 swiglu_pairs[4];
 #pragma unroll
-                    for (int k = 0; k < 4; k++) {
-                        const int i = 2 * k, j = i + 1;
-                        swiglu_pairs[k] = as_pair(swiglu(number(up, i), gate[i], sigmoid[i]),
-                                                  swiglu(number(up, j), gate[j], sigmoid[j]));
-                    }
-                    swiglus.store(swiglu_pairs, n);
+                    for (int k = 0; k < 8; k++) y[k] = swiglu(number(up, k), gate[k], sigmoid[k]);
+                    swiglus.store(y, n);
                 }
                 fence_for_async();
                 warpgroup_sync();
@@ -172,8 +167,7 @@ __device__ __forceinline__ void forward_rope(const TensorMap& out, const TensorM
 #pragma unroll
                     for (int j = 0; j < 8; j++) {
                         float* x = &acc[j % 4 / 2][4 * (unit + j / 4) + j % 2 * 2];
-                        const float2 pair = rotated(x[0], x[1], angle[j / 4][j % 4]);
-                        x[0] = pair.x, x[1] = pair.y;
+                        rotate(x[0], x[1], angle[j / 4][j % 4]);
                     }
                 }
             }
