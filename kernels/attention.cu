@@ -64,7 +64,6 @@ __device__ inline void copy_tile(element* tile, const element* head, int row, in
     }
 }
 
-#ifdef MODEL_QK_SCALE
 // The gradient of a warp's 16 rows of one head that have been normalized to those of y: of what they were before. rstd:
 // of this head, at position 0. See qknorm.cu.
 __device__ inline void norm_back(Result& d, const element* y, const float* rstd, float scale, int row, int T) {
@@ -87,7 +86,6 @@ __device__ inline void norm_back(Result& d, const element* y, const float* rstd,
         d[j / 4][j % 4] = r[k] * (scale * d[j / 4][j % 4] - y_at(j / 4, j % 4) * mean[k]);
     }
 }
-#endif
 
 // Rotate a warp's 16 rows of one head's gradient back, unless rope is null.
 __device__ inline void rotate_back(Result& d, const float2* rope, int row, int T) {
@@ -246,9 +244,8 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
         matmul(dq, s, key);
     }
     __syncthreads();  // tells the compiler that lanes have reconverged after `continue`: else each shuffle branches
-#ifdef MODEL_QK_SCALE
-    norm_back(dq[0], query, rstd + int64(b) * T * (NH + NKV) + h, MODEL_QK_SCALE / scale(), warp_row, T);
-#endif
+    const float* const rstd_of_head = rstd + int64(b) * T * (NH + NKV) + h;
+    if (QK_NORM) norm_back(dq[0], query, rstd_of_head, MODEL_QK_SCALE / scale(), warp_row, T);
     rotate_back(dq[0], rope, warp_row, T);
     store_gradient(dinp + int64(b) * T * QKV + h * HS, sums[warp], partials, dq[0], scale(), warp_row, T);
     if (!partials) return;
@@ -332,9 +329,8 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
     }
     element* dkey = dinp + int64(b) * T * QKV + Q + h * HS;
     __syncthreads();  // tells the compiler that lanes have reconverged after `continue`: else each shuffle branches
-#ifdef MODEL_QK_SCALE
-    norm_back(dk[0], query + to_key, rstd + int64(b) * T * (NH + NKV) + NH + h, 1.0f, warp_row, T);
-#endif
+    const float* const rstd_of_head = rstd + int64(b) * T * (NH + NKV) + NH + h;
+    if (QK_NORM) norm_back(dk[0], query + to_key, rstd_of_head, 1.0f, warp_row, T);
     rotate_back(dk[0], rope, warp_row, T);
     store_gradient(dkey, sums[0][warp], partials, dk[0], scale(), warp_row, T);
     store_gradient(dkey + KV, sums[1][warp], partials, dv[0], 1.0f, warp_row, T);

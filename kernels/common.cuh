@@ -1,5 +1,4 @@
-// Shared by all kernels: the model's sizes, the element types, 16-byte loads and stores, asynchronous copies to shared
-// memory, and reductions over a warp or a block.
+// Shared by all kernels: the model's sizes, element types, 16-byte loads and stores, asynchronous copies, reductions.
 //
 // Each .cu file is compiled at run time (llmc/gpu/compiler.py) for one GPU and one model, with -D constants from
 // llmc/gpu/geometry.py: its layer's launch geometry, and
@@ -11,8 +10,7 @@
 //     TF32                                   1: tensor cores may round float32 operands to TF32
 // B and T are run-time values. Indices that can exceed 2^31 are int64; row numbers cannot.
 //
-// Kernel arguments: outputs first, then inputs, then flags and sizes. A kernel that implements a NumPy function of
-// train_gpt2.py takes that function's tensors in the same order, with its additional ones among them.
+// Kernel arguments: outputs first, then inputs, then flags and sizes, as in the NumPy function, if there is one.
 
 #pragma once
 
@@ -21,6 +19,12 @@
 #endif
 #ifndef MODEL_RELU2  // whether squared ReLU takes GELU's place: see gelu.cuh
 #define MODEL_RELU2 0
+#endif
+#ifdef MODEL_QK_SCALE  // whether queries and keys are normalized: see qknorm.cu
+#define QK_NORM 1
+#else
+#define QK_NORM 0
+#define MODEL_QK_SCALE 1.0f
 #endif
 
 #if BFLOAT16
@@ -280,7 +284,7 @@ __device__ inline float quad_max(float x) {
 }
 
 // Two sums over WARPS consecutive warps, the first of them a multiple of WARPS; only these warps wait for each other.
-// `buffer` must alternate between 0 and 1, because a slower warp may still be reading the sums of the previous call.
+// buffer: 0 and 1 in turn, because a slower warp may still be reading the sums of the previous call.
 template <int WARPS>
 __device__ inline float2 sum_over_warps(float2 x, int buffer) {
     x = {warp_sum(x.x), warp_sum(x.y)};

@@ -195,7 +195,6 @@ __device__ inline void read_rows(Rows& a, const element* tile) {
 constexpr float SCALE = HS == 64 ? 0.125f : 0.08838834764831845f;  // 1 / sqrt(HS)
 constexpr float TO_LOG2 = LOG2E * SCALE;
 
-#ifdef MODEL_QK_SCALE
 // The gradient of a head that has been normalized to y: of what it was before, in the thread's rows. See qknorm.cu.
 __device__ inline void norm_back(float (&d)[HS / 2], const Rows& y, const float (&rstd)[2], float scale) {
     float products[2] = {};
@@ -224,7 +223,6 @@ __device__ inline void load_rstd(float (&of_rows)[2], const float* rstd, int row
         of_rows[k] = rstd[(int64(b) * T + min(row + 8 * k, T - 1)) * (NH + NKV) + head];  // rows >= T are not stored
     }
 }
-#endif
 
 // The gradient of a rotated head: the warp's rows `row` and `row` + 8 of it are rotated back, unless rope is null.
 __device__ inline void rotate_back(float (&d)[HS / 2], const float2* rope, int row, int T) {
@@ -615,18 +613,14 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
             wgmma_fence();
             begin_matmul(dq, ds, tile);
             wgmma_commit();
-#ifdef MODEL_QK_SCALE
             float rstd_of_rows[2];
-            load_rstd(rstd_of_rows, rstd, row, T, item.b, item.h);
-#endif
+            if (QK_NORM) load_rstd(rstd_of_rows, rstd, row, T, item.b, item.h);
             wgmma_wait<0>(dq);
             kv_ring.release(n++);
             for (int i = consumer_count; i < count; i++, n++) kv_ring.skip(n);
 
             // Epilogue: dquery = dQ / sqrt(HS), and its column sums for the gradient of the bias.
-#ifdef MODEL_QK_SCALE
-            norm_back(dq, q, rstd_of_rows, MODEL_QK_SCALE / SCALE);
-#endif
+            if (QK_NORM) norm_back(dq, q, rstd_of_rows, MODEL_QK_SCALE / SCALE);
             rotate_back(dq, rope, row, T);
             store_rows<1>(dinp, staging, dq, SCALE, SCALE, item.h * HS, warp_row, item.b, T);
             if (!partials) continue;
@@ -802,11 +796,11 @@ __device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials
             }
 
             // Epilogue: dkey = dK / sqrt(HS), dvalue = dV, and their column sums for the gradient of the bias.
-#ifdef MODEL_QK_SCALE
-            float rstd_of_rows[2];
-            load_rstd(rstd_of_rows, rstd, row, T, item.b, NH + item.h);
-            norm_back(dk, k, rstd_of_rows, 1.0f);
-#endif
+            if (QK_NORM) {
+                float rstd_of_rows[2];
+                load_rstd(rstd_of_rows, rstd, row, T, item.b, NH + item.h);
+                norm_back(dk, k, rstd_of_rows, 1.0f);
+            }
             if (!IN_REGISTERS) kv_ring.release(round);
             const int column = Q + item.h * HS;
             rotate_back(dk, rope, row, T);
