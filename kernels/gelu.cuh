@@ -1,7 +1,6 @@
 // GELU and its derivative at one number, for gelu.cu and for matmuls that apply them in their epilogues. The formulas,
 // with u and s, are in gelu.cu. With MODEL_RELU2, it is squared ReLU (So et al. 2021), x * s with s = max(x, 0), whose
-// derivative is 2 s. There, the backward pass reads the result instead of x, and s is its root; in FP8, where the
-// result has too few digits, it reads x.
+// derivative is 2 s. There, the backward pass reads the result, of which s is the root; in FP8, which is too coarse, x.
 
 #pragma once
 
@@ -14,8 +13,7 @@ struct Gate {
     float s, s_slope;  // s, and s (1 - s)
 };
 
-// The intrinsics keep the compiler from fusing multiply-adds in one kernel and not in another: all kernels must give
-// the same bits.
+// The intrinsics keep the compiler from fusing multiply-adds in one kernel and not in another: all give the same bits.
 #if MODEL_RELU2
 __device__ inline float begin_gate(float x) { return x < 0.0f ? 0.0f : x; }  // NaN stays
 __device__ inline float end_gate(float s) { return s; }

@@ -1,8 +1,7 @@
 // Attention of each row's query to all positions of its sequence so far, atty = softmax(query @ keys^T / sqrt(HS)) @
 // values; query head h reads key and value head h / (NH / NKV). With MODEL_QK_SCALE, queries and keys are normalized as
 // they are read, and their product is multiplied by that, not by 1 / sqrt(HS). A block has SPLIT positions of a head at
-// a time; of a head's blocks, the last one to finish merges all parts, in the order of positions. Reading keys and
-// values bounds it.
+// a time; of a head's blocks, the last to finish merges all parts, in order. Reading keys and values bounds it.
 
 #include "decode/step.cuh"
 

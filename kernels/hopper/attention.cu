@@ -4,8 +4,7 @@
 //
 // A work item is 128 rows of one head: queries or, in attention_backward_dkv, keys and values. These rows are resident:
 // they stay on the chip while tiles of 32 to 128 rows of the other tensors stream by; past keys and values, those of
-// each query head of the group, one head after the other. The kernels are persistent: one block per multiprocessor
-// takes item after item. (If there are few items, each has a block of its own.) Data flow in the forward pass:
+// each query head of the group, one head after the other. The kernels are persistent. Data flow in the forward pass:
 //
 //     queries       --TMA--> shared memory --ldmatrix--> registers ---+
 //     keys, values  --TMA--> shared memory, a ring buffer of tiles ---+--wgmma--> S, P, O in registers
@@ -13,29 +12,21 @@
 //
 // In the producer warpgroup, one thread issues TMA loads, a few tiles ahead, across item boundaries, too. Each consumer
 // warpgroup has 64 of the item's rows. S, P, dP and dS exist only in its registers. Nothing has to be transposed: wgmma
-// reads keys K-major for S = Q K^T, and values MN-major for O += P V.
-//
-// A consumer issues a wgmma and waits for it later, so that the tensor cores have work during the softmax (P_i =
-// softmax of S_i):
+// reads keys K-major for S = Q K^T, and values MN-major for O += P V. A consumer issues a wgmma and waits for it later,
+// so that the tensor cores have work during the softmax (P_i, of S_i); the other one fills the gaps:
 //
 //     tensor cores   S_0 |     | S_1, O += P_0 V_0 | S_2, O += P_1 V_1 | ... | O += P_n V_n
 //     other units        | P_0 |     P_1           |     P_2           | ... |
 //                    prologue  |             steady state                    | drain, then epilogue: scale and store O
 //
-// The other consumer fills the gaps that remain.
-//
-// With heads of 128, a thread's part of a result takes twice the registers. Therefore streamed tiles have half as many
-// rows as with heads of 64, and attention_backward_dkv leaves keys and values in shared memory, from where wgmma reads
-// them, too.
+// With heads of 128, a thread's part of a result takes twice the registers. So streamed tiles have half as many rows,
+// and attention_backward_dkv leaves keys and values in shared memory.
 //
 // device.py makes the TMA maps: of what is read, inp (B,T,QKV), dout and out (B,T,Q), with boxes of 64 or 32 rows by 64
 // columns; of what is written, with boxes of 16 rows. A head of 128 has two boxes side by side, one for each half of
 // its columns: a tile of n rows is (HALVES,n,64). Rows >= T arrive as zeros and are not written. Tensors that have a
-// map are accessed only through it: their pointers (out, inp, dout, dinp) are unused, kept to match attention.cu's
-// arguments.
-//
-// In FP8 runs, the kernels of the backward pass have variants that write dinp in 8 bits. They have all but the epilogue
-// in common.
+// map are accessed only through it: their pointers are unused, kept to match attention.cu's arguments. In FP8 runs, the
+// backward pass writes dinp in 8 bits, by another epilogue.
 //
 // Bound by the tensor cores (2048 multiply-adds per cycle and multiprocessor) and equally by exp (16 per cycle: with
 // heads of 64, the exp of an element of P takes as long as its part of the two matmuls). The steps from a simple kernel
@@ -81,9 +72,8 @@ struct Item {
 
 // A block's items, one after the other. Heads come in groups, so that what a head's items share comes from L2: a fourth
 // as many heads as there are blocks, more if T < 1024; the last group has up to twice as many. A group's items are in
-// order of decreasing cost: the last queries of its heads, which see the most keys, then the ones before ... or the
-// first keys, which are seen by the most queries. In every other round, the blocks take them in reverse order, which
-// balances their totals; so all groups but the last have an even number of rounds.
+// order of decreasing cost: from the last queries on, which see the most keys, or from the first keys. In every other
+// round, the blocks take them in reverse order, to balance their totals: only the last group has an odd number.
 template <bool OF_QUERIES>
 struct Items {
     const int tiles, heads;           // items of a head; heads
@@ -147,8 +137,7 @@ struct Source {  // one head of a tensor
     int column;
 };
 
-// Called by the producer thread: wait for stage n to be empty, and start loading it: of each source, PARTS tiles of N
-// rows, from `row` on.
+// Called by the producer thread: when stage n is empty, start loading PARTS tiles of N rows of each source, from `row`.
 template <int N, int PARTS, int STAGES, int LANES, class... Sources>
 __device__ inline void load_stage(Ring<STAGES, LANES>& ring, int n, element* stages, int row, int b,
                                   const Sources&... sources) {
@@ -236,8 +225,7 @@ __device__ inline void rotate_back(float (&d)[HS / 2], const float2* rope, int r
 
 // A warp's epilogue: its 16 rows (16,HS) of one head, times a factor for each of the thread's two rows, go to
 // `staging`, (HALVES,16,64), by stmatrix, and from there to the tensor by TMA. An item has PARTS such results, in turn,
-// each with its own `staging`: before it overwrites one, the warp waits until TMA has read all its stores but those of
-// the other.
+// each with its own `staging`: TMA may still be reading those of the others.
 template <int PARTS>
 __device__ inline void store_rows(const TensorMap& map, element* staging, const float (&d)[HS / 2], float upper,
                                   float lower, int column, int row, int b, int /* T */) {
@@ -399,8 +387,7 @@ __device__ inline void store_rows(const Quantized& result, element* staging, con
 }
 #endif
 
-// Block (384); grid (any number of blocks, which share the items). Shared memory: 2 ROWS + FORWARD_STAGES * 2 *
-// FORWARD_KEYS rows of a head and 1024 bytes.
+// Block (384); grid (any number of blocks, which share the items). Shared memory: see the static_assert above.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_forward(element* out, float* lse, const element* inp, int T, int B, MAP inp_map, MAP out_map) {
     extern __shared__ float4 shared[];
@@ -472,8 +459,7 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, MA
                 as_operand(p, s);
             }
 
-            // Drain: O += P V of the last tile; lse meanwhile. Then release the tiles that only the other consumer
-            // needs.
+            // Drain: O += P V of the last tile; lse meanwhile. Then release the tiles only the other one needs.
             fence_operand(o);
             wgmma_fence();
             begin_matmul(o, p, value_tile(n));
@@ -498,8 +484,7 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, MA
 }
 
 // dquery, and D for attention_backward_dkv. Resident: query, dout, out and lse of the item's queries; keys and values
-// stream by. Block (384); grid as above. Shared memory: 4 ROWS + DQUERY_STAGES * 2 * PASSING rows of a head and 1024
-// bytes. dinp: a TensorMap, or Quantized.
+// stream by. Block, grid and shared memory as above. dinp: a TensorMap, or Quantized.
 template <class Result>
 __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, float* partials, const float* lse,
                                                 const float2* rope, const float* rstd, int T, int B,
@@ -549,8 +534,7 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
             uint32 ds[KEYS / 16][4];
             float s[KEYS / 2], dp[KEYS / 2], dq[HS / 2] = {}, D_of_rows[2] = {0.0f, 0.0f};
 
-            // Wait for the resident rows. q and dout stay in registers; of out, only D = sum over HS of dout * out is
-            // needed.
+            // Wait for the resident rows. q and dout stay in registers; out is needed only for D, sums of dout * out.
             query_ring.wait_full(round);
             read_rows(d, douts + consumer * RESIDENT);
             read_rows(q, outs + consumer * RESIDENT);  // out, for now

@@ -65,8 +65,8 @@ classifier_capped(float* losses, element* logits, float* partials, float factor,
             load_bytes(rows + stage * COLUMNS + slice, logits + int64(n) * Vp + first + slice, &loaded[stage], bytes);
         }
     };
-    // Row number `turn`, n: its sum in warp_sums, its terms of the gradient in place of its logits. Returns the target's
-    // logit, if this thread has it.
+    // Row number `turn`, n: its sum in warp_sums, its terms of the gradient in place of its logits. Returns the logit
+    // of the target, if this thread has it.
     const auto sum_row = [&](int n, int turn) {
         const int stage = turn % STAGES, target = targets[n] - first;
         float sum = 0.0f, target_logit = 0.0f;

@@ -1,5 +1,4 @@
-// Matmuls for Hopper (sm_90a), bfloat16, with the bias, GELU, its derivative and column sums in the epilogue. Their
-// pipeline is in hopper/matmul.cuh.
+// Matmuls for Hopper (sm_90a), bfloat16: epilogues of hopper/matmul.cuh's pipeline, where it says what bounds them.
 //
 //     matmul_forward             out = inp @ weight^T + bias                               out =
 //     matmul_forward_gelu        the same, and gelu = GELU(out), of the rounded out        out =, gelu =
@@ -13,18 +12,15 @@
 //
 // Two kernels have a side job. In matmul_forward_gelu, the epilogue only writes out's strips to shared memory; a fourth
 // warpgroup applies GELU and stores both by TMA. In matmul_backward_inp_gelu, the epilogue has time to multiply by
-// GELU's derivative, but not to wait for TMA; a warp of the producer warpgroup prefetches inp's strips and stores
-// dinp's.
+// GELU's derivative, but not to wait for TMA; a warp of the producer's prefetches inp's strips, stores dinp's.
 //
 // dweight has few tiles and a long inner dimension. If the tiles are too few for the multiprocessors, the inner
-// dimension is split among blocks (split-K, items.cuh): each adds the sums of the previous splits to its accumulators,
-// with several loads in flight.
+// dimension is split among blocks (split-K, items.cuh).
 
 #include "gelu.cuh"
 #include "hopper/matmul.cuh"
 
-// out = GELU(strip). The exponentials of the next square are issued between the reciprocals of this one, so that the
-// thread waits for neither.
+// out = GELU(strip). The next square's exponentials are issued between this one's reciprocals, to wait for neither.
 __device__ __forceinline__ void gelu_strip(element* out, element* strip) {
     const Squares from(strip), to(out);
     uint32 x[3][4];
@@ -96,8 +92,8 @@ matmul_forward_gelu(MAP out, MAP gelu_out, MAP inp, MAP weight, const element* b
     matmul<BN, 0, 0, true>(
         inp, weight, {M, N, K, band, 1},
         [&](Accumulators<BN>& acc, const Item& item, element*) {  // epilogue
-            // Wait for the turn: all strips of the previous tile are in the ring. Without this, the consumer would wait
-            // for phases too far ahead for parity to tell them apart; without warpgroup_sync(), so would a single warp.
+            // Wait for the turn: all strips of the previous tile are in the ring. Else the consumer, or without
+            // warpgroup_sync() a warp, would wait for phases too far ahead for parity to tell them apart.
             warpgroup_sync();
             if (tile > 0) mbarrier_wait(&epilogue_turn, (tile & 1) ^ 1);
 #pragma unroll

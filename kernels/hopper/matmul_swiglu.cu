@@ -1,5 +1,5 @@
-// The matmuls that Llama has beside GPT-2's, for Hopper (sm_90a), bfloat16: with SwiGLU, its gradient, or RoPE in the
-// epilogue. Their pipeline is in hopper/matmul.cuh, the formulas in swiglu.cuh and rope.cuh.
+// The matmuls that Llama has beside those of matmul.cu, bound by the same: with SwiGLU, its gradient, or RoPE in the
+// epilogue. Formulas: swiglu.cuh, rope.cuh.
 //
 //     matmul_forward_swiglu        out = inp @ weight^T: up, then gate                            out =
 //                                  swiglu = up * gate * sigmoid(gate), of the rounded out         swiglu =
@@ -7,13 +7,11 @@
 //     matmul_forward_rope          out = inp @ weight^T, queries and keys rotated                 out =
 //
 // A tile of matmul_forward_swiglu is 96 columns of up and the 96 columns of gate that belong to them, so that a thread
-// has both of a pair in its accumulators. matmul_backward_inp_swiglu has a side job, as matmul_backward_inp_gelu has:
-// a warp of the producer warpgroup prefetches strips of up and gate and stores those of their gradients. RoPE's pairs
-// are neighbours, which a thread has side by side.
+// has both of a pair in its accumulators. matmul_backward_inp_swiglu has matmul_backward_inp_gelu's side job: a warp of
+// the producer warpgroup prefetches strips of up and gate and stores those of their gradients.
 //
 // What has halves, up and gate, has maps in which the half is a dimension of its own: out, inp and dinp as (N,2,F),
-// weight as (2,F,C). F need not be a multiple of a tile's width: what lies beyond F is zero when loaded and not stored,
-// in either half.
+// weight as (2,F,C). F need not be a multiple of a tile's width: what lies beyond is zero, and not stored.
 
 #include "hopper/matmul.cuh"
 #include "rope.cuh"
@@ -141,8 +139,7 @@ MATMUL matmul_backward_inp_swiglu(MAP dinp, MAP dout, MAP weight, MAP inp, int M
         });
 }
 
-// The columns of queries and keys are rotated, as rope.cu does, but before they are rounded. Row n is at position n %
-// T, the rows of `rope`.
+// Queries and keys are rotated, as rope.cu does, but before they are rounded. Row n is at position n % T of rope.
 template <int BN>
 __device__ __forceinline__ void forward_rope(const TensorMap& out, const TensorMap& inp, const TensorMap& weight,
                                              const float2* rope, int T, const Sizes& z) {
