@@ -14,15 +14,13 @@
 // back. rstd (B,T,NH+NKV): of queries and keys that were normalized first (MODEL_QK_SCALE: qknorm.cu). partials
 // (B * (T / 64 rounded up), QKV) float32: if not null, the column sums of dinp over every 64 rows, for the bias.
 //
-// For every GPU, in float32, TF32 and bfloat16. On Hopper in bfloat16, heads of 64 and 128 use hopper/attention.cu
-// instead.
+// For every GPU, in float32, TF32 and bfloat16; on Hopper in bfloat16, heads of 64 and 128 use hopper/attention.cu.
 //
 // A block of 4 warps has 64 or 128 rows of one head: queries or, in attention_backward_dkv, keys and values. Each warp
 // keeps 16 or 32 of them in registers, as A fragments. Tiles of the other tensors (keys and values; queries and dout)
 // stream through shared memory, double-buffered: while the block works on one, the next one is being copied. S, P, dP
 // and dS stay in registers: the result of one matmul becomes the A operand of the next (mma.cuh). The backward pass is
-// two kernels, one for dquery and one for dkey and dvalue. Together they do seven matmuls instead of five, but each sum
-// is computed by one block in a fixed order: no atomics, and the same bits in every run.
+// two kernels. Together they do seven matmuls instead of five, but one block computes each sum, in order: no atomics.
 //
 // Bound by the tensor cores, of which mma.sync can use 60 percent on Hopper in bfloat16. In TF32, reading tiles from
 // shared memory takes as long: 2 cycles per instruction where 16 rows share a B fragment (backward), 1 where 32 do
@@ -64,9 +62,7 @@ __device__ inline void copy_tile(element* tile, const element* head, int row, in
     }
 }
 
-#ifdef MODEL_QK_SCALE
-// The gradient of a warp's 16 rows of one head that have been normalized to those of y: of what they were before. rstd:
-// of this head, at position 0. See qknorm.cu.
+// The gradient of a warp's 16 rows of one head before they were normalized to y's (qknorm.cu). rstd: of the head.
 __device__ inline void norm_back(Result& d, const element* y, const float* rstd, float scale, int row, int T) {
     float products[2] = {};  // of rows g and g + 8
     const auto y_at = [&](int n, int i) {
@@ -87,7 +83,6 @@ __device__ inline void norm_back(Result& d, const element* y, const float* rstd,
         d[j / 4][j % 4] = r[k] * (scale * d[j / 4][j % 4] - y_at(j / 4, j % 4) * mean[k]);
     }
 }
-#endif
 
 // Rotate a warp's 16 rows of one head's gradient back, unless rope is null.
 __device__ inline void rotate_back(Result& d, const float2* rope, int row, int T) {
@@ -97,8 +92,7 @@ __device__ inline void rotate_back(Result& d, const float2* rope, int row, int T
         const int n = BFLOAT16 ? p / 2 : p / 4 * 2, i = BFLOAT16 ? p % 2 * 2 : p % 4;
         float &a = d[n][i], &b = BFLOAT16 ? d[n][i + 1] : d[n + 1][i];
         const int r = min(row + int(threadIdx.x) % 32 / 4 + i / 2 * 8, T - 1);  // rows >= T are 0
-        const float2 x = rotated_back(a, b, rope[r * (HS / 2) + result_column(n, i) / 2]);
-        a = x.x, b = x.y;
+        rotate_back(a, b, rope[r * (HS / 2) + result_column(n, i) / 2]);
     }
 }
 
@@ -122,8 +116,7 @@ __device__ inline void add_warps(float* out, const float (&sums)[WARPS][HS]) {
     for (int c = threadIdx.x; c < HS; c += THREADS) out[c] = sums[0][c] + sums[1][c] + sums[2][c] + sums[3][c];
 }
 
-// Block (THREADS); grid (NH, T / FORWARD_ROWS rounded up, B), the queries with the most keys first. Shared memory: 4
-// tiles of PASSING rows.
+// Block (THREADS); grid (NH, T / FORWARD_ROWS rounded up, B), most keys first. Shared memory: 4 tiles of PASSING rows.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 attention_forward(element* out, float* lse, const element* inp, int T) {
     extern __shared__ uint4 shared[];
@@ -187,8 +180,7 @@ attention_forward(element* out, float* lse, const element* inp, int T) {
     }
 }
 
-// dquery, and D for attention_backward_dkv. Block (THREADS); grid (NH, T / ROWS rounded up, B). Shared memory: 4 tiles
-// of PASSING rows.
+// dquery, and D for attention_backward_dkv. Block and shared memory as above; grid (NH, T / ROWS rounded up, B).
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 attention_backward_dquery(element* dinp, float* D, float* partials, const element* dout, const element* inp,
                           const element* out, const float* lse, const float2* rope, const float* rstd, int T) {
@@ -247,9 +239,8 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
         matmul(dq, s, key);
     }
     __syncthreads();  // tells the compiler that lanes have reconverged after `continue`: else each shuffle branches
-#ifdef MODEL_QK_SCALE
-    norm_back(dq[0], query, rstd + int64(b) * T * (NH + NKV) + h, MODEL_QK_SCALE / scale(), warp_row, T);
-#endif
+    const float* const rstd_of_head = rstd + int64(b) * T * (NH + NKV) + h;
+    if (QK_NORM) norm_back(dq[0], query, rstd_of_head, MODEL_QK_SCALE / scale(), warp_row, T);
     rotate_back(dq[0], rope, warp_row, T);
     store_gradient(dinp + int64(b) * T * QKV + h * HS, sums[warp], partials, dq[0], scale(), warp_row, T);
     if (!partials) return;
@@ -333,9 +324,8 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
     }
     element* dkey = dinp + int64(b) * T * QKV + Q + h * HS;
     __syncthreads();  // tells the compiler that lanes have reconverged after `continue`: else each shuffle branches
-#ifdef MODEL_QK_SCALE
-    norm_back(dk[0], query + to_key, rstd + int64(b) * T * (NH + NKV) + NH + h, 1.0f, warp_row, T);
-#endif
+    const float* const rstd_of_head = rstd + int64(b) * T * (NH + NKV) + NH + h;
+    if (QK_NORM) norm_back(dk[0], query + to_key, rstd_of_head, 1.0f, warp_row, T);
     rotate_back(dk[0], rope, warp_row, T);
     store_gradient(dkey, sums[0][warp], partials, dk[0], scale(), warp_row, T);
     store_gradient(dkey + KV, sums[1][warp], partials, dv[0], 1.0f, warp_row, T);

@@ -3,23 +3,16 @@
 //     losses[n] = log(sum over v of exp(logits[n,v])) - logits[n,targets[n]]               losses =
 //     logits[n,v] = (softmax(logits[n])[v] - (v is the target)) * dloss, 0 for v >= V      logits = (if write_gradient)
 //
-// In FP8 runs, the gradient is in E5M2, stochastically rounded, in the order of fp8.cuh, in the first half of each
-// row's bytes.
-//
-// logits (N,Vp), whose columns V .. Vp-1 come from the padding of wte; losses (N) float32; targets (N) int32.
-//
-// With MODEL_CAP, the logits are first capped, y = z / sqrt(1 + z^2 / CAP^2), and the gradient is with respect to z.
+// logits (N,Vp), whose columns V .. Vp-1 come from the padding of wte; losses (N) float32; targets (N) int32. In FP8
+// runs, the gradient is in E5M2, stochastically rounded, in the order of fp8.cuh, in the first half of each row's
+// bytes. With MODEL_CAP, the logits z are first capped (cap.cuh); the gradient is that of z.
 //
 // Bound by bytes: a row is read from memory once and written once. On Hopper, if shared memory has room for a row (it
 // holds two of 50304 bfloat16 logits), TMA loads and stores rows in parts, and each warp handles its own slice of each
 // part; of a row of Llama 3's 128256, the last part is in registers. Blocks are persistent, as many per multiprocessor
 // as rows fit; once a slice of the gradient has been stored, the same slice of the block's next row is loaded. In
-// bfloat16, the row holds exp(x - maximum so far) between the sum and the gradient: one exp an element, not two, which
-// would cost power, and so clock. On other GPUs, the second pass reads the row from the L2 cache, beginning at its end,
-// which was read last.
-//
-// What keeps it close to the speed of a copy: no barrier except for the row's sum, no loop over parts, maxima of pairs
-// of bfloat16, sums of pairs instead of a chain.
+// bfloat16, the row holds exp(x - maximum so far) between the sum and the gradient: one exp per element instead of two.
+// On other GPUs, the second pass reads the row from the L2 cache, beginning at its end, which was read last.
 
 #include "cap.cuh"
 #include "dlogits.cuh"
@@ -42,8 +35,7 @@ constexpr int SHARED_PARTS = PARTS - HOLDS;
 static_assert(!ON_CHIP || CLASSIFIER_SHARED == (HOLDS ? SHARED_PARTS * PART : Vp) * sizeof(element),
               "shared memory: one row of logits, or its whole parts");
 
-// Merge over the block. `buffer` must alternate between 0 and 1, because a slower warp may still be reading of_warps of
-// the previous row.
+// Merge over the block. buffer: 0 and 1 in turn: a slower warp may still be reading the previous row's.
 __device__ inline MaxAndSum block_merge(MaxAndSum s, int buffer) {
     __shared__ MaxAndSum of_warps[2][WARPS];
     s = warp_merge(s);
@@ -53,9 +45,8 @@ __device__ inline MaxAndSum block_merge(MaxAndSum s, int buffer) {
     return warp_merge(lane < WARPS ? of_warps[buffer][lane] : MaxAndSum{-INFINITE, 0.0f});
 }
 
-// scaled_exp(x, offset_of(largest, log2(scale)), scale) = exp(x - largest) * scale. In bfloat16, that is one
-// multiply-add and one exp2. The offset is explicit because the compiler does not see that it is the same for a whole
-// row.
+// scaled_exp(x, offset_of(largest, log2(scale)), scale) = exp(x - largest) * scale; in bfloat16, one multiply-add and
+// one exp2. The compiler does not see that the offset is the same for a whole row.
 #if BFLOAT16
 __device__ inline float offset_of(float largest, float log2_scale) { return largest * LOG2E - log2_scale; }
 __device__ inline float scaled_exp(float x, float offset, float scale) { return exp2_approx(x * LOG2E - offset); }
@@ -64,9 +55,8 @@ __device__ inline float offset_of(float largest, float log2_scale) { return larg
 __device__ inline float scaled_exp(float x, float offset, float scale) { return expf(x - offset) * scale; }
 #endif
 
-// In bfloat16, a row on chip holds exp(x - maximum so far) between the sum and the gradient, in half precision, scaled
-// by 2^15. Values down to 2^-29 of the maximum keep all 11 bits, 3 more than the gradient has. (Capped logits in
-// bfloat16 have hopper/classifier_capped.cu.)
+// In bfloat16, a row on chip holds its exponentials in half precision, scaled by 2^15: down to 2^-29 of the maximum,
+// they keep all 11 bits, 3 more than the gradient has. (Capped logits in bfloat16 have hopper/classifier_capped.cu.)
 constexpr bool KEEPS = ON_CHIP && BFLOAT16;
 #ifdef MODEL_CAP
 static_assert(!KEEPS, "the slope would be missing");
@@ -183,8 +173,7 @@ __device__ inline bool owns_target(int target) {
 
 constexpr int STORES_IN_FLIGHT = 2;  // slices being stored while the next row replaces earlier ones
 
-// Block (THREADS); grid (BLOCKS per multiprocessor). Shared memory: one row, or its SHARED_PARTS. Warps wait for each
-// other only for the row's sum.
+// Block (THREADS); grid (BLOCKS per multiprocessor). Shared memory: a row, or its SHARED_PARTS. Warps meet for its sum.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 classifier(float* losses, element* logits, const int* targets, float dloss, int write_gradient, int N) {
     extern __shared__ uint4 shared[];

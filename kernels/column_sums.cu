@@ -1,5 +1,4 @@
-// The second stage of every sum over rows: adds up the partial sums that blocks of other kernels wrote, in a fixed
-// order.
+// The second stage of every sum over rows: adds up the partial sums of other kernels' blocks, in a fixed order.
 //
 //     out[c] = the sum over r of partials[r,c]                                             out =
 //

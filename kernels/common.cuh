@@ -1,5 +1,4 @@
-// Shared by all kernels: the model's sizes, the element types, 16-byte loads and stores, asynchronous copies to shared
-// memory, and reductions over a warp or a block.
+// Shared by all kernels: the model's sizes, element types, 16-byte loads and stores, asynchronous copies, reductions.
 //
 // Each .cu file is compiled at run time (llmc/gpu/compiler.py) for one GPU and one model, with -D constants from
 // llmc/gpu/geometry.py: its layer's launch geometry, and
@@ -11,8 +10,7 @@
 //     TF32                                   1: tensor cores may round float32 operands to TF32
 // B and T are run-time values. Indices that can exceed 2^31 are int64; row numbers cannot.
 //
-// Kernel arguments: outputs first, then inputs, then flags and sizes. A kernel that implements a NumPy function of
-// train_gpt2.py takes that function's tensors in the same order, with its additional ones among them.
+// Kernel arguments: outputs first, then inputs, then flags and sizes, as in the NumPy function, if there is one.
 
 #pragma once
 
@@ -21,6 +19,12 @@
 #endif
 #ifndef MODEL_RELU2  // whether squared ReLU takes GELU's place: see gelu.cuh
 #define MODEL_RELU2 0
+#endif
+#ifdef MODEL_QK_SCALE  // whether queries and keys are normalized: see qknorm.cu
+#define QK_NORM 1
+#else
+#define QK_NORM 0
+#define MODEL_QK_SCALE 1.0f
 #endif
 
 #if BFLOAT16
@@ -72,6 +76,35 @@ struct Floats {
     float x[PACK];
 };
 
+__device__ inline Floats operator+(const Floats& a, const Floats& b) {
+    Floats sum;
+#pragma unroll
+    for (int k = 0; k < PACK; k++) sum.x[k] = a.x[k] + b.x[k];
+    return sum;
+}
+
+// Load PACK elements from a 16-byte boundary without converting them: bfloat16 takes half as many registers as float.
+template <class T>
+__device__ inline uint4 load_bits(const T* at) {
+    return *reinterpret_cast<const uint4*>(at);
+}
+
+// PACK floats at a 16-byte boundary.
+__device__ inline Floats load(const float* at) {
+    Floats values;
+#pragma unroll
+    for (int k = 0; k < PACK; k += 4) {
+        *reinterpret_cast<float4*>(values.x + k) = *reinterpret_cast<const float4*>(at + k);
+    }
+    return values;
+}
+__device__ inline void store(float* at, const Floats& values) {
+#pragma unroll
+    for (int k = 0; k < PACK; k += 4) {
+        *reinterpret_cast<float4*>(at + k) = *reinterpret_cast<const float4*>(values.x + k);
+    }
+}
+
 __device__ inline float to_float(float x) { return x; }
 __device__ inline void from_float(float& out, float x) { out = x; }
 #if BFLOAT16
@@ -97,82 +130,57 @@ __device__ inline uint32 as_halves(float low, float high) {
 __device__ inline float2 of_halves(uint32 pair) { return __half22float2(*reinterpret_cast<const __half2*>(&pair)); }
 __device__ inline float to_float(__half x) { return __half2float(x); }
 __device__ inline void from_float(__half& out, float x) { out = __float2half_rn(within_half(x)); }
-#endif
 
-// Load PACK elements from a 16-byte boundary without converting them: bfloat16 takes half as many registers as float.
-template <class T>
-__device__ inline uint4 load_bits(const T* at) {
-    return *reinterpret_cast<const uint4*>(at);
-}
-
+// What load_bits has loaded, as floats.
 __device__ inline Floats unpack(uint4 bits) {
     const uint32 words[4] = {bits.x, bits.y, bits.z, bits.w};
     Floats values;
-#if BFLOAT16
 #pragma unroll
     for (int k = 0; k < PACK; k += 2) *reinterpret_cast<float2*>(values.x + k) = as_floats(words[k / 2]);
-#else
-#pragma unroll
-    for (int k = 0; k < PACK; k++) values.x[k] = __uint_as_float(words[k]);
-#endif
     return values;
 }
-
-// Load PACK values from a 16-byte boundary, as floats; store them.
-__device__ inline Floats load(const float* at) {
-    Floats values;
+// The inverse; pair(left, right) rounds two floats.
+template <class Pair>
+__device__ inline uint4 pack(const Floats& values, Pair pair) {
+    uint32 words[4];
 #pragma unroll
-    for (int k = 0; k < PACK; k += 4) {
-        *reinterpret_cast<float4*>(values.x + k) = *reinterpret_cast<const float4*>(at + k);
-    }
-    return values;
+    for (int k = 0; k < PACK; k += 2) words[k / 2] = pair(values.x[k], values.x[k + 1]);
+    return {words[0], words[1], words[2], words[3]};
 }
-
-__device__ inline void store(float* at, const Floats& values) {
-#pragma unroll
-    for (int k = 0; k < PACK; k += 4) {
-        *reinterpret_cast<float4*>(at + k) = *reinterpret_cast<const float4*>(values.x + k);
-    }
-}
-
-#if BFLOAT16
 __device__ inline Floats load(const __nv_bfloat16* at) { return unpack(load_bits(at)); }
-
 __device__ inline void store(__nv_bfloat16* at, const Floats& values) {
-    uint32 pairs[4];
-#pragma unroll
-    for (int k = 0; k < PACK; k += 2) pairs[k / 2] = as_pair(values.x[k], values.x[k + 1]);
-    *reinterpret_cast<uint4*>(at) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+    *reinterpret_cast<uint4*>(at) = pack(values, as_pair);
 }
-#endif
 
-// The residual stream's unpack, and its inverse, which rounds.
+// The same for the residual stream.
 __device__ inline Floats unpack_residual(uint4 bits) {
-#if BFLOAT16
     const uint32 words[4] = {bits.x, bits.y, bits.z, bits.w};
     Floats values;
 #pragma unroll
     for (int k = 0; k < PACK; k += 2) *reinterpret_cast<float2*>(values.x + k) = of_halves(words[k / 2]);
     return values;
-#else
-    return unpack(bits);
-#endif
 }
 __device__ inline uint4 pack_residual(const Floats& values) {
-    uint32 words[4];
-#if BFLOAT16
-#pragma unroll
-    for (int k = 0; k < PACK; k += 2) words[k / 2] = as_halves(within_half(values.x[k]), within_half(values.x[k + 1]));
-#else
-#pragma unroll
-    for (int k = 0; k < PACK; k++) words[k] = __float_as_uint(values.x[k]);
-#endif
-    return {words[0], words[1], words[2], words[3]};
+    return pack(values, [](float x, float y) { return as_halves(within_half(x), within_half(y)); });
 }
-#if BFLOAT16
 __device__ inline Floats load(const __half* at) { return unpack_residual(load_bits(at)); }
 __device__ inline void store(__half* at, const Floats& values) {
     *reinterpret_cast<uint4*>(at) = pack_residual(values);
+}
+#else
+__device__ inline Floats unpack(uint4 bits) {
+    const uint32 words[4] = {bits.x, bits.y, bits.z, bits.w};
+    Floats values;
+#pragma unroll
+    for (int k = 0; k < PACK; k++) values.x[k] = __uint_as_float(words[k]);
+    return values;
+}
+__device__ inline Floats unpack_residual(uint4 bits) { return unpack(bits); }
+__device__ inline uint4 pack_residual(const Floats& values) {
+    uint32 words[4];
+#pragma unroll
+    for (int k = 0; k < PACK; k++) words[k] = __float_as_uint(values.x[k]);
+    return {words[0], words[1], words[2], words[3]};
 }
 #endif
 
@@ -280,7 +288,7 @@ __device__ inline float quad_max(float x) {
 }
 
 // Two sums over WARPS consecutive warps, the first of them a multiple of WARPS; only these warps wait for each other.
-// `buffer` must alternate between 0 and 1, because a slower warp may still be reading the sums of the previous call.
+// buffer: 0 and 1 in turn, because a slower warp may still be reading the sums of the previous call.
 template <int WARPS>
 __device__ inline float2 sum_over_warps(float2 x, int buffer) {
     x = {warp_sum(x.x), warp_sum(x.y)};
@@ -319,10 +327,7 @@ __device__ inline void store_column_sums(float* partials, Floats sum, bool exist
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y > 0 || !exists) return;
-    for (int i = 1; i < ROW_GROUPS; i++) {
-#pragma unroll
-        for (int k = 0; k < PACK; k++) sum.x[k] += sums[i][threadIdx.x].x[k];
-    }
+    for (int i = 1; i < ROW_GROUPS; i++) sum = sum + sums[i][threadIdx.x];
 #pragma unroll
     for (int k = 0; k < PACK; k++) partials[int64(blockIdx.y) * columns + column(k)] = sum.x[k];
 }

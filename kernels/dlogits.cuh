@@ -26,8 +26,7 @@ __device__ inline Floats unpack_kept(const uint4& bits) { return Floats(); }
 typedef unsigned char dlogit;
 // Rounds x, as a half, to one of its two neighbours in E5M2, with that half as the expected value: the nearest one
 // would be on the same side for all tokens that are equally probable, and so shift their probabilities. E5M2 is a
-// half's first byte; a random byte is added to the second one, which is dropped. `random` follows from the row, and so
-// is the same on any GPU.
+// half's first byte; a random byte is added to the second one, which is dropped. `random` follows from the row.
 struct Rounding {
     uint32 random;
     const uint32 mask;  // 0 for a row of NaN: a carry would turn it into -0

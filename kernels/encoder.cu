@@ -11,20 +11,17 @@
 // The gradient of wte sums the rows of dout by token. With atomics, its bits would change from run to run. Instead, the
 // host sorts the positions by token while the GPU works on the previous step, and a warp adds up one token's rows in
 // that order. Blocks are persistent and prefetch where the next token's rows are; the limit is reading rows in random
-// order. (NVRTC serializes loads to save registers, unless __launch_bounds__ tells it how few blocks a multiprocessor
-// gets.)
+// order. (NVRTC serializes loads to save registers, unless __launch_bounds__ tells it how few blocks there are.)
 //
 // In text, a space or a comma may be at thousands of positions, which would keep one block busy long after the others
 // are done. So a token at more than ENCODER_PIECE positions is cut into pieces (sort_tokens of llmc/gpu/batch.py), and
-// a second kernel adds up their sums. Neither the pieces nor the order of the additions depend on the grid, so the bits
-// are the same on every GPU.
+// a second kernel adds up their sums, in an order that does not depend on the grid.
 
 #include "common.cuh"
 
 constexpr int WARPS = ENCODER_THREADS / 32;  // of a block
 
-// Each row is cut into SPANS parts, one per blockIdx.y. A warp takes WARP_ELEMENTS of a part at a time, one pack per
-// lane, so that a lane has up to PACKS packs.
+// Each row is cut into SPANS parts, one per blockIdx.y. A warp takes WARP_ELEMENTS at a time, a lane up to PACKS packs.
 constexpr int WARP_ELEMENTS = 32 * PACK, SPANS = ENCODER_SPANS;
 constexpr int PACKS = (C + SPANS * WARP_ELEMENTS - 1) / (SPANS * WARP_ELEMENTS);
 
@@ -38,15 +35,7 @@ __device__ inline bool has_pack(int c, int p) {
     return SPANS * PACKS * WARP_ELEMENTS == C || c + p * WARP_ELEMENTS < C;
 }
 
-__device__ inline Floats sum_of(const Floats& a, const Floats& b) {
-    Floats sum;
-#pragma unroll
-    for (int k = 0; k < PACK; k++) sum.x[k] = a.x[k] + b.x[k];
-    return sum;
-}
-
-// One warp per row (or part of a row), so that the token is looked up once. Block (ENCODER_THREADS); grid (N / WARPS,
-// SPANS).
+// One warp per row, or part of one, looks up the token. Block (ENCODER_THREADS); grid (N / WARPS, SPANS).
 extern "C" __global__ void __launch_bounds__(ENCODER_THREADS, 4)
 encoder_forward(residual_element* out, const int* inp, const element* wte, const element* wpe, int N, int T) {
     const int row = blockIdx.x * WARPS + threadIdx.x / 32, c = first_channel();
@@ -63,7 +52,7 @@ encoder_forward(residual_element* out, const int* inp, const element* wte, const
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
         if (!has_pack(c, p)) continue;
-        store(out + int64(row) * C + c + p * WARP_ELEMENTS, sum_of(unpack(packs[p][0]), unpack(packs[p][1])));
+        store(out + int64(row) * C + c + p * WARP_ELEMENTS, unpack(packs[p][0]) + unpack(packs[p][1]));
     }
 }
 
@@ -85,7 +74,7 @@ __device__ inline void add_rows(Floats (&sums)[PACKS], int c, int begin, int end
         for (int i = 0; i < AT_ONCE; i++) {
 #pragma unroll
             for (int p = 0; p < PACKS; p++) {
-                if (first + i < end) sums[p] = sum_of(sums[p], unpack(rows[i][p]));
+                if (first + i < end) sums[p] = sums[p] + unpack(rows[i][p]);
             }
         }
     }
@@ -129,16 +118,15 @@ encoder_backward_wte(gradient* dwte, float* partials, const element* dout, const
             add_rows<2>(sums, c, piece.begin, piece.end, row);
 #pragma unroll
             for (int p = 0; p < PACKS; p++) {
-                if (has_pack(c, p)) store(out + p * WARP_ELEMENTS, sum_of(sums[p], before[p]));
+                if (has_pack(c, p)) store(out + p * WARP_ELEMENTS, sums[p] + before[p]);
             }
         }
     }
 }
 
-// dwte += the sums in partials of each token that has several pieces; these come before all other pieces. A block takes
-// the tokens whose first piece is number blockIdx.x, blockIdx.x + gridDim.x, ..., and WARP_ELEMENTS channels of their
-// rows; each of its warps adds up every WARPS-th row. Block (ENCODER_THREADS); grid (any number, C / WARP_ELEMENTS
-// rounded up).
+// dwte += the sums in partials of each token with several pieces, which come first. A block takes the tokens whose
+// first piece is number blockIdx.x, blockIdx.x + gridDim.x, ..., and WARP_ELEMENTS channels of their rows; each of its
+// warps adds up every WARPS-th row. Block (ENCODER_THREADS); grid (any number, C / WARP_ELEMENTS rounded up).
 extern "C" __global__ void __launch_bounds__(ENCODER_THREADS, 2)
 encoder_backward_wte_cut(gradient* dwte, const float* partials, const int* piece_tokens, int N) {
     __shared__ Floats warp_sums[WARPS][32];
@@ -156,14 +144,14 @@ encoder_backward_wte_cut(gradient* dwte, const float* partials, const int* piece
         Floats sum = {};
         if (c < C) {
 #pragma unroll 8
-            for (int i = begin + warp; i < end; i += WARPS) sum = sum_of(sum, load(partials + int64(i) * C + c));
+            for (int i = begin + warp; i < end; i += WARPS) sum = sum + load(partials + int64(i) * C + c);
         }
         warp_sums[warp][lane] = sum;
         __syncthreads();
         if (warp == 0 && c < C) {
-            for (int w = 1; w < WARPS; w++) sum = sum_of(sum, warp_sums[w][lane]);
+            for (int w = 1; w < WARPS; w++) sum = sum + warp_sums[w][lane];
             gradient* const out = dwte + int64(~cut_token) * C + c;
-            store(out, sum_of(sum, load(out)));
+            store(out, sum + load(out));
         }
     }
 }

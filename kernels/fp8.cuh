@@ -1,5 +1,4 @@
-// E4M3: numbers rounded to 8 bits, the order in which they are stored, and what is noted of them for the next update's
-// scale. Terms: see fp8.cu.
+// E4M3: rounding to 8 bits, the order of stored numbers, what is noted for the next update's scale. Terms: see fp8.cu.
 //
 // The order of numbers along the inner dimension of a matmul is free, as long as both operands have the same. Ours is
 // that of tensor cores' results: of 16 x 16, a thread has rows g and g + 8, columns 2t, 2t + 1, 2t + 8 and 2t + 9. So
@@ -13,8 +12,7 @@
 #include "common.cuh"
 #include <cuda_fp8.h>
 
-// For __byte_perm: of four of the first 8 and four of the last 8, in natural order, the first two and the last two of
-// each, in ours.
+// For __byte_perm: of four of the first 8 and four of the last 8, the first two and the last two of each, in our order.
 constexpr uint32 FIRST_COLUMNS = 0x5410, LAST_COLUMNS = 0x7632, FIRST_ROWS = 0x5140, LAST_ROWS = 0x7362;
 
 // For __byte_perm: of rows 2t, 2t + 1 and 2t + 8, 2t + 9 of two columns, the four numbers of one column, in our order.
@@ -45,8 +43,7 @@ __device__ inline uint2 in_order(uint2 bytes, uint32 lanes = 0xffffffff) {
     return {__byte_perm(left, right, FIRST_COLUMNS), __byte_perm(left, right, LAST_COLUMNS)};
 }
 
-// Two squares of 16 x 16, of which a thread has 8 numbers each, as in hopper/matmul.cuh, rounded: rows g and g + 8 of
-// the first, then of the second one, for stmatrix.
+// Two squares of 16 x 16, of which a thread has 8 numbers each, rounded: rows g and g + 8 of each, for stmatrix.
 __device__ inline void round_squares(uint32 (&rows)[4], const float (&x)[16], float scale = 1.0f) {
 #pragma unroll
     for (int k = 0; k < 4; k++) {

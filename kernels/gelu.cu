@@ -10,11 +10,7 @@
 // MODEL_RELU2, `forward` may be in place, and the inp of `backward` is its result.
 //
 // Bound by bytes: forward moves 2 elements, backward 3 (4 with `out`). With --recompute, the backward pass recomputes
-// `out` for the next weight gradient.
-//
-// cuBLASLt can do the forward pass in the epilogue of the preceding matmul, but its results would differ in the last
-// bits from what the backward pass recomputes: dev/matmul.md. Our own matmuls do both passes in their epilogues, with
-// the functions of gelu.cuh.
+// `out` for the next weight gradient. On Hopper, our matmuls do both passes in their epilogues.
 
 #include "gelu.cuh"
 

@@ -1,7 +1,6 @@
 // GELU and its derivative at one number, for gelu.cu and for matmuls that apply them in their epilogues. The formulas,
 // with u and s, are in gelu.cu. With MODEL_RELU2, it is squared ReLU (So et al. 2021), x * s with s = max(x, 0), whose
-// derivative is 2 s. There, the backward pass reads the result instead of x, and s is its root; in FP8, where the
-// result has too few digits, it reads x.
+// derivative is 2 s. There, the backward pass reads the result, of which s is the root; in FP8, which is too coarse, x.
 
 #pragma once
 
@@ -14,8 +13,7 @@ struct Gate {
     float s, s_slope;  // s, and s (1 - s)
 };
 
-// The intrinsics keep the compiler from fusing multiply-adds in one kernel and not in another: all kernels must give
-// the same bits.
+// The intrinsics keep the compiler from fusing multiply-adds in one kernel and not in another: all give the same bits.
 #if MODEL_RELU2
 __device__ inline float begin_gate(float x) { return x < 0.0f ? 0.0f : x; }  // NaN stays
 __device__ inline float end_gate(float s) { return s; }
@@ -29,7 +27,15 @@ __device__ inline Gate gate(float x) {  // x: the result, except in FP8
 #endif
     return {x, 0.0f};
 }
-#elif BFLOAT16
+template <int N>
+__device__ inline void gates(Gate (&g)[N], const float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) g[i] = gate(x[i]);
+}
+__device__ inline float gelu(float x) { return __fmul_rn(x, begin_gate(x)); }
+__device__ inline float gelu_derivative(float x, Gate g) { return 2.0f * g.s; }
+#else
+#if BFLOAT16
 // s in two steps, each of them one special function: exp(-2u), then 1 / (1 + that). Where exp overflows, s is 0.
 __device__ inline float begin_gate(float x) {
     return exp2_approx(
@@ -38,36 +44,6 @@ __device__ inline float begin_gate(float x) {
 __device__ inline float end_gate(float e) { return inverse(__fadd_rn(1.0f, e)); }
 __device__ inline Gate gate_of(float s) { return {s, __fmaf_rn(-s, s, s)}; }
 __device__ inline Gate gate(float x) { return gate_of(end_gate(begin_gate(x))); }  // to 2^-21: enough for bfloat16
-#else
-__device__ inline Gate gate(float x) {
-    const float twice_u = __fmul_rn(__fmul_rn(2.0f * SCALE, x), __fmaf_rn(CUBE, __fmul_rn(x, x), 1.0f));
-    const float e = expf(fminf(-twice_u, 80.0f)), s = __fdiv_rn(1.0f, __fadd_rn(1.0f, e));  // 80: exp stays finite
-    return {s, __fmul_rn(s, __fmul_rn(e, s))};  // e s = 1 - s, exact where s is nearly 1
-}
-#endif
-
-#if MODEL_RELU2
-__device__ inline float gelu(float x) { return __fmul_rn(x, begin_gate(x)); }
-#else
-__device__ inline float gelu(float x) { return __fmul_rn(x, gate(x).s); }
-#endif
-
-// GELU's derivative: s + 2xu' s (1 - s).
-__device__ inline float gelu_derivative(float x, Gate g) {
-#if MODEL_RELU2
-    return 2.0f * g.s;
-#endif
-    const float twice_xu = x * fmaf(6.0f * SCALE * CUBE, __fmul_rn(x, x), 2.0f * SCALE);
-    return fmaf(twice_xu, g.s_slope, g.s);
-}
-
-#if MODEL_RELU2
-template <int N>
-__device__ inline void gates(Gate (&g)[N], const float (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) g[i] = gate(x[i]);
-}
-#elif BFLOAT16
 // Gates of several numbers. Short of registers, the compiler would compute one after the other, each waiting 50 cycles
 // for the special function unit. It moves nothing across __syncwarp, which keeps the computations interleaved.
 template <int N>
@@ -81,5 +57,17 @@ __device__ inline void gates(Gate (&g)[N], const float (&x)[N]) {
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < N; i++) g[i] = gate_of(e[i]);
+}
+#else
+__device__ inline Gate gate(float x) {
+    const float twice_u = __fmul_rn(__fmul_rn(2.0f * SCALE, x), __fmaf_rn(CUBE, __fmul_rn(x, x), 1.0f));
+    const float e = expf(fminf(-twice_u, 80.0f)), s = __fdiv_rn(1.0f, __fadd_rn(1.0f, e));  // 80: exp stays finite
+    return {s, __fmul_rn(s, __fmul_rn(e, s))};  // e s = 1 - s, exact where s is nearly 1
+}
+#endif
+__device__ inline float gelu(float x) { return __fmul_rn(x, gate(x).s); }
+__device__ inline float gelu_derivative(float x, Gate g) {  // s + 2xu' s (1 - s)
+    const float twice_xu = x * fmaf(6.0f * SCALE * CUBE, __fmul_rn(x, x), 2.0f * SCALE);
+    return fmaf(twice_xu, g.s_slope, g.s);
 }
 #endif

@@ -9,15 +9,13 @@
 //
 // inp1, inp2, residual, out, dout, inp, dinp: (N,C); residual, inp1 and inp have the residual stream's type. mean,
 // rstd: (N) float32. weight, bias: (C). With add_residual, dinp comes in with the gradient of the residual stream. The
-// column sums of dout * n and of dout are the gradients of weight and bias. Those of dinp are the bias gradient of the
-// projection whose output was added to the residual stream: here they cost nothing, elsewhere an extra pass. Each block
-// adds up its rows in order, column_sums.cu adds up the blocks.
+// column sums of dout * n and of dout are the gradients of weight and bias; those of dinp, of the bias of the
+// projection whose output was added to the residual stream. column_sums.cu adds up the blocks.
 //
 // Bound by bytes: per row, forward moves 4 C elements (2 C without inp2), backward 4 C (3 C without add_residual). A
 // row belongs to one warp or, for large C, to several, and stays in registers from the first read to the last write. In
 // the backward pass, the next row is copied to shared memory meanwhile, if AHEAD. Rows are processed last to first: the
-// L2 cache still holds the end of what the preceding matmul wrote, and afterwards the rows that the next matmul begins
-// with.
+// L2 cache still holds the end of what the preceding matmul wrote.
 
 #include "norm.cuh"
 

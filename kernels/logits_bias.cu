@@ -14,9 +14,7 @@ logits_bias_backward(float* partials, const element* dlogits, float factor, int 
     if (c < Vp) {
 #pragma unroll 4
         for (int row = begin + threadIdx.y; row < end; row += ROW_GROUPS) {
-            const Floats d = load(dlogits + int64(row) * Vp + c);
-#pragma unroll
-            for (int k = 0; k < PACK; k++) sum.x[k] += d.x[k];
+            sum = sum + load(dlogits + int64(row) * Vp + c);
         }
     }
 #pragma unroll

@@ -13,10 +13,9 @@
 //
 // Tensor cores read only 10 bits of a float's mantissa (TF32). With TF32 on, operands are rounded to that. With TF32
 // off, each operand is split into two TF32 numbers, a big and a small one, and three of their four products are added,
-// the smaller ones first; the fourth, small times small, is 2^-22 of the result. Tensor cores truncate when they
-// accumulate, so the error of a long sum grows in one direction. Therefore the sum of these three starts from zero, and
-// an ordinary addition, which rounds, accumulates it. Before sm_80 there is no TF32: lanes exchange operands by
-// shuffles and multiply in plain float32, correct but slow.
+// the smaller ones first; the fourth is 2^-22 of the result. Tensor cores truncate when they accumulate, so the error
+// of a long sum grows in one direction: the three start from zero, and an ordinary addition, which rounds, accumulates
+// them. Before sm_80 there is no TF32: lanes exchange operands by shuffles and multiply in plain float32, slowly.
 
 #pragma once
 
@@ -117,9 +116,8 @@ __device__ inline void mma(FragmentD& d, const FragmentA& a, const FragmentB& b)
 //     matmul_transposed   scores (16,8N) = rows (16,HS) @ tile (8N,HS)^T     query @ key^T
 //     matmul              result (16,HS) += scores (16,8N) @ tile (8N,HS)    P @ value, with P still in registers
 //
-// Each B fragment that is loaded serves all M times 16 rows. What differs between bfloat16 and float32 is kept here, so
-// that attention.cu is the same for both: where the elements of a tile are in shared memory (tile_at), how they become
-// B fragments, and which columns of a result a lane holds.
+// Each B fragment that is loaded serves all M times 16 rows. bfloat16 and float32 differ in where a tile's elements are
+// (tile_at), how they become B fragments, which columns of a result a lane holds.
 
 typedef FragmentA Rows[HS / DEPTH];  // 16 rows of one head, as A
 typedef FragmentD Result[HS / 8];    // 16 rows of a result: [n][i] is row g + i / 2 * 8, column result_column(n, i)
@@ -223,7 +221,6 @@ __device__ inline void store_rows(element* head, const Result& d, int row, int T
 // columns of a result in any order at all. Here they are ordered so that a lane's floats are adjacent, for 16- and
 // 8-byte accesses: of every 16 columns of its rows, a lane holds 4t .. 4t + 3, the first two as columns t and t + 4 of
 // one instruction's A, the other two as those of the next one's.
-//
 // The 16-byte units of a tile's row are swizzled, so that neither access pattern has bank conflicts: row g at column 4t
 // with 16 bytes per lane, row 2t at column 2g with 8 bytes per lane.
 constexpr int TILE_STRIDE = (HS + 31) / 32 * 32;

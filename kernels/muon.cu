@@ -82,8 +82,7 @@ muon_polynomial(element* out, const element* square, const element* fourth, floa
     }
 }
 
-// Grid as muon_momentum's. master: the float32 weights of which params are a rounded copy, or null; seed: for
-// stochastic rounding, 0: to nearest.
+// Grid as muon_momentum's. master, seed: as adamw_update's, but that seed 0 rounds all to nearest.
 extern "C" __global__ void __launch_bounds__(THREADS)
 muon_update(element* params, float* master, const element* u, const Chunk* chunks, const Control* control, float scale,
             float decay, int seed, int64 first) {

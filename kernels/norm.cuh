@@ -53,8 +53,7 @@ __device__ __forceinline__ void residual_row(Floats (&x)[PACKS], residual_elemen
 
 // A row of out, layernorm or RMSNorm, by all threads of its warps, which stay for the barriers in sum_over_warps if it
 // does not exist: put(c, y) is called for each of this thread's packs, y, from column c on. inp2 and residual may be
-// null, both or neither; RMSNorm has no mean and no bias. buffer, for sum_over_warps: 1 or, in an RMSNorm, 0 and 1 in
-// turn, because it has one sum a row, not two.
+// null, both or neither; RMSNorm has no mean and no bias. buffer: 1 or, in an RMSNorm, 0 and 1 in turn.
 template <bool RMS, class Put>
 __device__ __forceinline__ void norm_row(residual_element* residual, float* mean, float* rstd,
                                          const residual_element* inp1, const element* inp2, const element* weight,

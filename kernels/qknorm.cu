@@ -38,8 +38,8 @@ extern "C" __global__ void qknorm_forward(element* qkv, float* rstd, const float
     const float2* const angles = rope + int64(row % T) * (HS / 2) + c % HS / 2;
 #pragma unroll
     for (int k = 0; k < PACK; k += 2) {
-        const float2 pair = rotated(x.x[k] * factor, x.x[k + 1] * factor, angles[k / 2]);
-        x.x[k] = pair.x, x.x[k + 1] = pair.y;
+        x.x[k] *= factor, x.x[k + 1] *= factor;
+        rotate(x.x[k], x.x[k + 1], angles[k / 2]);
     }
     store(at, x);
     if (c % HS == 0) rstd[int64(row) * (NH + NKV) + c / HS] = r;

@@ -9,8 +9,7 @@
 //               MODEL_BIASES, those of dinp: that of the bias of the linear layer that added to inp
 //
 // inp1, inp2, residual, out, dout, inp, dinp: (N,C); residual, inp1 and inp have the residual stream's type. rstd (N)
-// float32. weight (C). The rest is as in layernorm.cu, which says why: a row stays in the registers of its warps, the
-// backward pass copies the next row to shared memory meanwhile, if AHEAD, and rows are processed last to first.
+// float32. weight (C). The rest, and what bounds it, is as in layernorm.cu.
 
 #include "norm.cuh"
 

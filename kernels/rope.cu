@@ -21,9 +21,6 @@ extern "C" __global__ void rope_forward(element* qkv, const float2* rope, int N,
     element* const at = qkv + int64(row) * QKV + c;
     Floats x = load(at);
 #pragma unroll
-    for (int k = 0; k < PACK; k += 2) {
-        const float2 pair = rotated(x.x[k], x.x[k + 1], angles[k / 2]);
-        x.x[k] = pair.x, x.x[k + 1] = pair.y;
-    }
+    for (int k = 0; k < PACK; k += 2) rotate(x.x[k], x.x[k + 1], angles[k / 2]);
     store(at, x);
 }

@@ -15,5 +15,9 @@ constexpr int ROTATED_PAIRS = HS / 2;
 __device__ inline float2 rotated(float a, float b, float2 angle) {
     return {__fmaf_rn(-b, angle.y, __fmul_rn(a, angle.x)), __fmaf_rn(b, angle.x, __fmul_rn(a, angle.y))};
 }
-// And back: a rotation's gradient.
-__device__ inline float2 rotated_back(float a, float b, float2 angle) { return rotated(a, b, {angle.x, -angle.y}); }
+// The same in place, and back: a rotation's gradient.
+__device__ inline void rotate(float& a, float& b, float2 angle) {
+    const float2 pair = rotated(a, b, angle);
+    a = pair.x, b = pair.y;
+}
+__device__ inline void rotate_back(float& a, float& b, float2 angle) { rotate(a, b, {angle.x, -angle.y}); }

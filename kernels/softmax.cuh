@@ -1,5 +1,4 @@
-// The two statistics that softmax needs of a row, its maximum and a sum: how to merge those of two parts of a row, and
-// attention's online softmax.
+// The two statistics that softmax needs of a row, its maximum and a sum: how to merge two, and online softmax.
 
 #pragma once
 

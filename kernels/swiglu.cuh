@@ -9,8 +9,7 @@
 
 #include "common.cuh"
 
-// The intrinsics keep the compiler from fusing multiply-adds in one kernel and not in another: all kernels must give
-// the same bits.
+// The intrinsics keep the compiler from fusing multiply-adds in one kernel and not in another: all give the same bits.
 #if BFLOAT16
 // In two halves, between which a kernel may do other work: e = exp(-gate), then s. Where e overflows, s is 0.
 __device__ inline float exp_of_minus(float gate) { return exp2_approx(__fmul_rn(-LOG2E, gate)); }

@@ -5,8 +5,7 @@
 // is transposed first, cuBLASLt and this kernel together take three quarters of the time.
 //
 // Bound by bytes: each element is read once and written once. A tile of SIDE x SIDE goes through shared memory, so that
-// reads and writes are coalesced, 16 bytes per thread. Rows of the tile are padded by one element against bank
-// conflicts.
+// reads and writes are coalesced; its rows are padded by one element against bank conflicts.
 
 #include "common.cuh"
 

@@ -11,18 +11,15 @@
 //                     params -= rate * m / (sqrt(v) + eps)                                 params, master, m, v =
 //     round_weights   params = float32 weights, rounded to nearest                         params =
 //
-// AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101. The bias corrections are folded into rate and
-// eps, as in train_gpt2.py. Whatever changes from step to step is in the GPU's memory, so that one captured CUDA graph
-// serves every step.
+// AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101, with the bias corrections in rate and eps, as in
+// train_gpt2.py. What changes from step to step is in the GPU's memory: one captured CUDA graph serves every step.
 //
 // The parameters are cut into chunks (llmc/gpu/shares.py). A rank owns some of them (on one GPU, all), and stores their
 // master, m, v and gradient sums, one chunk after the other. The gradients of an update are those of the last
-// micro-batch of each rank and, with several micro-batches, the sums of the earlier ones; global_norm and adamw_update
-// add them as they read.
+// micro-batch of each rank and, with several micro-batches, the sums of the earlier ones; added as they are read.
 //
 // Bound by bytes: on one GPU, with one micro-batch, adamw_update reads 16 bytes and writes 12 per float32 parameter;
-// for bfloat16 parameters with a float32 master copy, 14 and 14. global_norm must come first, but runs only if
-// gradients are clipped or their norm is logged.
+// for bfloat16 parameters with a float32 master copy, 14 and 14.
 
 #include "update.cuh"
 
@@ -37,8 +34,7 @@ struct Recent {  // RECENT of llmc/outliers.py
     float values[WINDOW];  // value n is at n % WINDOW
 };
 
-// Copy the words from `begin` to `end` - 1. batch: laid out as batch_table of llmc/gpu/batch.py; pinned: two halves of
-// `words` words.
+// Copy the words from `begin` to `end` - 1. batch: as batch_table of llmc/gpu/batch.py; pinned: two halves.
 extern "C" __global__ void copy_batch(int* batch, const int* pinned, const Control* control, int words, int begin,
                                       int end) {
     const int i = begin + blockIdx.x * blockDim.x + threadIdx.x;
@@ -130,8 +126,7 @@ prepare_update(Control* control, Report* reports, const float* losses, const flo
 // A thread updates NUMBERS parameters; block (THREADS); grid (BLOCKS for each chunk). params (parameters); master, m, v
 // (elements of the chunks); sums, gradients: see Gradients. master: the float32 weights of which params are a rounded
 // copy, or null. seed: for stochastic rounding; 0: round to nearest, except the weights of layernorms. They begin at 1,
-// where bfloat16's steps are 1/256 and 1/128: rounded to nearest, they would stay there for the first updates:
-// doc/long_run.md.
+// where bfloat16's steps are 1/256 and 1/128: to nearest, they would stay there: doc/long_run.md.
 extern "C" __global__ void __launch_bounds__(THREADS)
 adamw_update(element* params, float* master, float* m, float* v, const float* sums, const gradient* gradients,
              const Chunk* chunks, int ranks, const Control* control, float beta2, float one_minus_beta1,

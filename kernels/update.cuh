@@ -30,8 +30,7 @@ struct Chunk {       // CHUNKS of llmc/gpu/shares.py
 };
 
 // Four numbers, 16 bytes of float32 or 8 of bfloat16: what a thread works on at once. Even in a bfloat16 run, six of
-// seven bytes that adamw_update moves are float32: with 8 numbers per thread, the accesses of a warp would not be
-// contiguous, but skip every other 16 bytes.
+// seven bytes that adamw_update moves are float32, of which 8 numbers per thread would not be contiguous in a warp.
 constexpr int NUMBERS = UPDATE_ADAMW_NUMBERS;
 struct Quad {
     float x[4];

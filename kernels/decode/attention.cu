@@ -1,8 +1,7 @@
 // Attention of each row's query to all positions of its sequence so far, atty = softmax(query @ keys^T / sqrt(HS)) @
 // values; query head h reads key and value head h / (NH / NKV). With MODEL_QK_SCALE, queries and keys are normalized as
 // they are read, and their product is multiplied by that, not by 1 / sqrt(HS). A block has SPLIT positions of a head at
-// a time; of a head's blocks, the last one to finish merges all parts, in the order of positions. Reading keys and
-// values bounds it.
+// a time; of a head's blocks, the last to finish merges all parts, in order. Reading keys and values bounds it.
 
 #include "decode/step.cuh"
 
@@ -31,11 +30,7 @@ __device__ inline float inverse_length(const Floats& x) {
 
 __device__ inline float score_of(const Floats& query, const Floats& key) {
     const float product = dot_product(query, key);
-#ifdef MODEL_QK_SCALE
-    return product * inverse_length(key);
-#else
-    return product / sqrtf(float(HS));
-#endif
+    return QK_NORM ? product * inverse_length(key) : product / sqrtf(float(HS));
 }
 
 // Merges `count` parts, each thread for a channel. read(i): float i of the parts.
@@ -90,11 +85,9 @@ decode_attention(element* atty, float* parts, int* arrived, const element* query
         if (s == blockIdx.y) {
             wait_for_inputs();
             if (has_channels) q = load(query + int64(n) * Q + h * HS + c);
-#ifdef MODEL_QK_SCALE
-            const float scale = MODEL_QK_SCALE * inverse_length(q);
+            const float scale = QK_NORM ? MODEL_QK_SCALE * inverse_length(q) : 1.0f;
 #pragma unroll
-            for (int e = 0; e < PACK; e++) q.x[e] *= scale;
-#endif
+            for (int e = 0; e < PACK && QK_NORM; e++) q.x[e] *= scale;
         }
         load_positions(before, count);
         copies_commit();

@@ -21,8 +21,7 @@ constexpr int PACKS = (C / PACK + THREADS - 1) / THREADS;  // of a row, for a th
 __device__ inline int channel_of(int p) { return PACK * (p * THREADS + threadIdx.x); }
 
 // A thread's part of the vectors of a layernorm, and of the sum before it: weights, which do not queue behind the
-// matmul's if they are requested before those. They stay bits: what converts them waits for their arrival. An RMSNorm
-// has no bias.
+// matmul's if they are requested before those. They stay bits: what converts them waits for them.
 struct Vectors {
     uint4 branch_bias[PACKS], weight[PACKS], bias[PACKS];
 
@@ -38,8 +37,7 @@ struct Vectors {
     }
 };
 
-// out (N,C) = inp (N,C) + branch_bias (C,), which is in Vectors, + the parts of branches (.,N,C); out is another buffer
-// than inp.
+// out (N,C) = inp (N,C) + branch_bias (C,), of Vectors, + the parts of branches (.,N,C); out is not inp's buffer.
 struct Residual {
     float* out;
     const float *inp, *branches;

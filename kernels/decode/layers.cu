@@ -1,5 +1,4 @@
-// The embedding, and the layernorm where there are too many rows for each block of a matmul to do it. Both move a few
-// rows of C channels: latency bounds them.
+// The embedding, and the layernorm where there are too many rows for each block of a matmul. Latency bounds both.
 
 #include "decode/layernorm.cuh"
 

@@ -38,8 +38,7 @@ constexpr int FC_WIDTH = DECODE_FC_WIDTH, FC_LAST = F - (FC_PARTS - 1) * FC_WIDT
 constexpr int MOST = ATT_WIDTH > FC_WIDTH ? ATT_WIDTH : FC_WIDTH, LEAST = ATT_LAST < FC_LAST ? ATT_LAST : FC_LAST;
 static_assert(MOST <= C && LEAST > 0, "a tile has room for a part, and all parts have elements");
 
-// branches (gridDim.z,N,C) = inp (N,inner) @ weight (C,inner)^T, the sum over each part of the inner dimension, of
-// `width` elements, apart.
+// branches (gridDim.z,N,C) = inp (N,inner) @ weight (C,inner)^T, each part of `width` of the inner dimension apart.
 MATMUL decode_project(float* branches, const element* inp, const element* weight, int inner, int width, int N,
                       int stages) {
     const Group rows(N);

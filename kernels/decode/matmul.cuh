@@ -147,8 +147,7 @@ __device__ inline void multiply(Sums& d, const Inputs& x, uint4 w) {
 __device__ inline int sum_at(int n, int r) { return n * ROWS + (ROWS == 16 ? r ^ (n & 2) * 4 : r); }
 
 // For each of this block's rows of a weight, `stride` elements apart, and each of its rows of x: finish(row, n, the dot
-// product, angle), with what ahead(row) has requested. begin(): waits for x, and says where this block's rows are,
-// x_stride elements apart.
+// product, angle), with what ahead(row) has requested. begin(): waits for x, and says where the block's rows are.
 template <bool GATED, class Inner, class AheadOf, class Begin, class Finish>
 __device__ inline void matmul_rows(Inner inner, const element* weight, int stride, int OC, Group rows, int stages,
                                    int x_stride, const AheadOf& ahead, const Begin& begin, const Finish& finish) {

@@ -113,8 +113,7 @@ __device__ inline float next_coin(uint64& state) {
     return float(uint32(state * 0x2545F4914F6CDD1Dull >> 32) >> 8) / 16777216.0f;
 }
 
-// Block (SAMPLE_THREADS); grid (B). drawn, logprobs (ring,B): pinned memory of the host, a row a step in turn; the
-// latter of the token drawn, under the model.
+// Block (SAMPLE_THREADS); grid (B). drawn, logprobs (ring,B): pinned, a row a step in turn; the latter under the model.
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
 decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, float* logprobs, const float* logits,
               int ring) {
@@ -132,8 +131,7 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     largest = block_max(largest), smallest = -block_max(-smallest);
 
     // A token's key is smaller the likelier the token, and of equally likely ones for a lower id. It is proportional to
-    // the distance from the largest logit, so that no digit has most of the tokens, which would add to it one after the
-    // other.
+    // the distance from the largest logit: no digit has most of the tokens.
     const float scale = 0.999f * (1ull << (KEY_BITS - ID_BITS)) / fmaxf(largest - smallest, 1e-20f);
     const auto key = [&](int v, float x) { return uint64((largest - x) * scale) << ID_BITS | v; };
     const auto exponential = [&](float x) { return expf((x - largest) / temperature); };

@@ -4,8 +4,7 @@
 //
 // A work item is 128 rows of one head: queries or, in attention_backward_dkv, keys and values. These rows are resident:
 // they stay on the chip while tiles of 32 to 128 rows of the other tensors stream by; past keys and values, those of
-// each query head of the group, one head after the other. The kernels are persistent: one block per multiprocessor
-// takes item after item. (If there are few items, each has a block of its own.) Data flow in the forward pass:
+// each query head of the group, one head after the other. The kernels are persistent. Data flow in the forward pass:
 //
 //     queries       --TMA--> shared memory --ldmatrix--> registers ---+
 //     keys, values  --TMA--> shared memory, a ring buffer of tiles ---+--wgmma--> S, P, O in registers
@@ -13,29 +12,21 @@
 //
 // In the producer warpgroup, one thread issues TMA loads, a few tiles ahead, across item boundaries, too. Each consumer
 // warpgroup has 64 of the item's rows. S, P, dP and dS exist only in its registers. Nothing has to be transposed: wgmma
-// reads keys K-major for S = Q K^T, and values MN-major for O += P V.
-//
-// A consumer issues a wgmma and waits for it later, so that the tensor cores have work during the softmax (P_i =
-// softmax of S_i):
+// reads keys K-major for S = Q K^T, and values MN-major for O += P V. A consumer issues a wgmma and waits for it later,
+// so that the tensor cores have work during the softmax (P_i, of S_i); the other one fills the gaps:
 //
 //     tensor cores   S_0 |     | S_1, O += P_0 V_0 | S_2, O += P_1 V_1 | ... | O += P_n V_n
 //     other units        | P_0 |     P_1           |     P_2           | ... |
 //                    prologue  |             steady state                    | drain, then epilogue: scale and store O
 //
-// The other consumer fills the gaps that remain.
-//
-// With heads of 128, a thread's part of a result takes twice the registers. Therefore streamed tiles have half as many
-// rows as with heads of 64, and attention_backward_dkv leaves keys and values in shared memory, from where wgmma reads
-// them, too.
+// With heads of 128, a thread's part of a result takes twice the registers. So streamed tiles have half as many rows,
+// and attention_backward_dkv leaves keys and values in shared memory.
 //
 // device.py makes the TMA maps: of what is read, inp (B,T,QKV), dout and out (B,T,Q), with boxes of 64 or 32 rows by 64
 // columns; of what is written, with boxes of 16 rows. A head of 128 has two boxes side by side, one for each half of
 // its columns: a tile of n rows is (HALVES,n,64). Rows >= T arrive as zeros and are not written. Tensors that have a
-// map are accessed only through it: their pointers (out, inp, dout, dinp) are unused, kept to match attention.cu's
-// arguments.
-//
-// In FP8 runs, the kernels of the backward pass have variants that write dinp in 8 bits. They have all but the epilogue
-// in common.
+// map are accessed only through it: their pointers are unused, kept to match attention.cu's arguments. In FP8 runs, the
+// backward pass writes dinp in 8 bits, by another epilogue.
 //
 // Bound by the tensor cores (2048 multiply-adds per cycle and multiprocessor) and equally by exp (16 per cycle: with
 // heads of 64, the exp of an element of P takes as long as its part of the two matmuls). The steps from a simple kernel
@@ -81,9 +72,8 @@ struct Item {
 
 // A block's items, one after the other. Heads come in groups, so that what a head's items share comes from L2: a fourth
 // as many heads as there are blocks, more if T < 1024; the last group has up to twice as many. A group's items are in
-// order of decreasing cost: the last queries of its heads, which see the most keys, then the ones before ... or the
-// first keys, which are seen by the most queries. In every other round, the blocks take them in reverse order, which
-// balances their totals; so all groups but the last have an even number of rounds.
+// order of decreasing cost: from the last queries on, which see the most keys, or from the first keys. In every other
+// round, the blocks take them in reverse order, to balance their totals: only the last group has an odd number.
 template <bool OF_QUERIES>
 struct Items {
     const int tiles, heads;           // items of a head; heads
@@ -147,8 +137,7 @@ struct Source {  // one head of a tensor
     int column;
 };
 
-// Called by the producer thread: wait for stage n to be empty, and start loading it: of each source, PARTS tiles of N
-// rows, from `row` on.
+// Called by the producer thread: when stage n is empty, start loading PARTS tiles of N rows of each source, from `row`.
 template <int N, int PARTS, int STAGES, int LANES, class... Sources>
 __device__ inline void load_stage(Ring<STAGES, LANES>& ring, int n, element* stages, int row, int b,
                                   const Sources&... sources) {
@@ -195,7 +184,6 @@ __device__ inline void read_rows(Rows& a, const element* tile) {
 constexpr float SCALE = HS == 64 ? 0.125f : 0.08838834764831845f;  // 1 / sqrt(HS)
 constexpr float TO_LOG2 = LOG2E * SCALE;
 
-#ifdef MODEL_QK_SCALE
 // The gradient of a head that has been normalized to y: of what it was before, in the thread's rows. See qknorm.cu.
 __device__ inline void norm_back(float (&d)[HS / 2], const Rows& y, const float (&rstd)[2], float scale) {
     float products[2] = {};
@@ -224,7 +212,6 @@ __device__ inline void load_rstd(float (&of_rows)[2], const float* rstd, int row
         of_rows[k] = rstd[(int64(b) * T + min(row + 8 * k, T - 1)) * (NH + NKV) + head];  // rows >= T are not stored
     }
 }
-#endif
 
 // The gradient of a rotated head: the warp's rows `row` and `row` + 8 of it are rotated back, unless rope is null.
 __device__ inline void rotate_back(float (&d)[HS / 2], const float2* rope, int row, int T) {
@@ -232,15 +219,13 @@ __device__ inline void rotate_back(float (&d)[HS / 2], const float2* rope, int r
 #pragma unroll
     for (int k = 0; k < ROTATED_PAIRS / 2; k++) {
         const int r = min(row + k % 2 * 8, T - 1);  // rows >= T are not stored
-        const float2 x = rotated_back(d[2 * k], d[2 * k + 1], rope[r * (HS / 2) + k / 2 * 4 + threadIdx.x % 4]);
-        d[2 * k] = x.x, d[2 * k + 1] = x.y;
+        rotate_back(d[2 * k], d[2 * k + 1], rope[r * (HS / 2) + k / 2 * 4 + threadIdx.x % 4]);
     }
 }
 
 // A warp's epilogue: its 16 rows (16,HS) of one head, times a factor for each of the thread's two rows, go to
 // `staging`, (HALVES,16,64), by stmatrix, and from there to the tensor by TMA. An item has PARTS such results, in turn,
-// each with its own `staging`: before it overwrites one, the warp waits until TMA has read all its stores but those of
-// the other.
+// each with its own `staging`: TMA may still be reading those of the others.
 template <int PARTS>
 __device__ inline void store_rows(const TensorMap& map, element* staging, const float (&d)[HS / 2], float upper,
                                   float lower, int column, int row, int b, int /* T */) {
@@ -353,9 +338,9 @@ __device__ inline void put_partials(float* partials, const float (&sums)[4][HS],
     partials[partial * QKV + column + c] = sums[0][c] + sums[1][c] + sums[2][c] + sums[3][c];
 }
 
-// Named barriers, one for each consumer: SUMS + consumer guards that consumer's `sums`, and is passed twice per item:
-// when all its warps have read the previous item's sums, and when all have written this one's.
-enum NamedBarrier { SUMS = 1 };
+// The threads of a consumer wait for each other, twice per item: when all have read the previous item's sums, and when
+// all have written this one's.
+__device__ inline void consumer_sync(int consumer) { named_barrier_sync(1 + consumer, WARPGROUP); }
 
 #if ATTENTION_FP8
 // A tensor that results in 8 bits.
@@ -402,8 +387,7 @@ __device__ inline void store_rows(const Quantized& result, element* staging, con
 }
 #endif
 
-// Block (384); grid (any number of blocks, which share the items). Shared memory: 2 ROWS + FORWARD_STAGES * 2 *
-// FORWARD_KEYS rows of a head and 1024 bytes.
+// Block (384); grid (any number of blocks, which share the items). Shared memory: see the static_assert above.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_forward(element* out, float* lse, const element* inp, int T, int B, MAP inp_map, MAP out_map) {
     extern __shared__ float4 shared[];
@@ -475,8 +459,7 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, MA
                 as_operand(p, s);
             }
 
-            // Drain: O += P V of the last tile; lse meanwhile. Then release the tiles that only the other consumer
-            // needs.
+            // Drain: O += P V of the last tile; lse meanwhile. Then release the tiles only the other one needs.
             fence_operand(o);
             wgmma_fence();
             begin_matmul(o, p, value_tile(n));
@@ -501,8 +484,7 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, MA
 }
 
 // dquery, and D for attention_backward_dkv. Resident: query, dout, out and lse of the item's queries; keys and values
-// stream by. Block (384); grid as above. Shared memory: 4 ROWS + DQUERY_STAGES * 2 * PASSING rows of a head and 1024
-// bytes. dinp: a TensorMap, or Quantized.
+// stream by. Block, grid and shared memory as above. dinp: a TensorMap, or Quantized.
 template <class Result>
 __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, float* partials, const float* lse,
                                                 const float2* rope, const float* rstd, int T, int B,
@@ -552,8 +534,7 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
             uint32 ds[KEYS / 16][4];
             float s[KEYS / 2], dp[KEYS / 2], dq[HS / 2] = {}, D_of_rows[2] = {0.0f, 0.0f};
 
-            // Wait for the resident rows. q and dout stay in registers; of out, only D = sum over HS of dout * out is
-            // needed.
+            // Wait for the resident rows. q and dout stay in registers; out is needed only for D, sums of dout * out.
             query_ring.wait_full(round);
             read_rows(d, douts + consumer * RESIDENT);
             read_rows(q, outs + consumer * RESIDENT);  // out, for now
@@ -616,24 +597,20 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
             wgmma_fence();
             begin_matmul(dq, ds, tile);
             wgmma_commit();
-#ifdef MODEL_QK_SCALE
             float rstd_of_rows[2];
-            load_rstd(rstd_of_rows, rstd, row, T, item.b, item.h);
-#endif
+            if (QK_NORM) load_rstd(rstd_of_rows, rstd, row, T, item.b, item.h);
             wgmma_wait<0>(dq);
             kv_ring.release(n++);
             for (int i = consumer_count; i < count; i++, n++) kv_ring.skip(n);
 
             // Epilogue: dquery = dQ / sqrt(HS), and its column sums for the gradient of the bias.
-#ifdef MODEL_QK_SCALE
-            norm_back(dq, q, rstd_of_rows, MODEL_QK_SCALE / SCALE);
-#endif
+            if (QK_NORM) norm_back(dq, q, rstd_of_rows, MODEL_QK_SCALE / SCALE);
             rotate_back(dq, rope, row, T);
             store_rows<1>(dinp, staging, dq, SCALE, SCALE, item.h * HS, warp_row, item.b, T);
             if (!partials) continue;
-            named_barrier_sync(SUMS + consumer, WARPGROUP);  // the previous item's sums have been read
+            consumer_sync(consumer);  // the previous item's sums have been read
             sum_rows(sums[consumer][warp], dq, SCALE);
-            named_barrier_sync(SUMS + consumer, WARPGROUP);  // all warps have written theirs
+            consumer_sync(consumer);  // all warps have written theirs
             put_partials(partials, sums[consumer], item.h * HS, item.b, consumer_row, T);
         }
         if (threadIdx.x % 32 == 0) stores_wait<0>();  // the block must not exit before TMA has read its shared memory
@@ -803,21 +780,21 @@ __device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials
             }
 
             // Epilogue: dkey = dK / sqrt(HS), dvalue = dV, and their column sums for the gradient of the bias.
-#ifdef MODEL_QK_SCALE
-            float rstd_of_rows[2];
-            load_rstd(rstd_of_rows, rstd, row, T, item.b, NH + item.h);
-            norm_back(dk, k, rstd_of_rows, 1.0f);
-#endif
+            if (QK_NORM) {
+                float rstd_of_rows[2];
+                load_rstd(rstd_of_rows, rstd, row, T, item.b, NH + item.h);
+                norm_back(dk, k, rstd_of_rows, 1.0f);
+            }
             if (!IN_REGISTERS) kv_ring.release(round);
             const int column = Q + item.h * HS;
             rotate_back(dk, rope, row, T);
             store_rows<2>(dinp, staging, dk, SCALE, SCALE, column, warp_row, item.b, T);
             store_rows<2>(dinp, staging + RESIDENT / 4, dv, 1.0f, 1.0f, KV + column, warp_row, item.b, T);
             if (!partials) continue;
-            named_barrier_sync(SUMS + consumer, WARPGROUP);  // the previous item's sums have been read
+            consumer_sync(consumer);  // the previous item's sums have been read
             sum_rows(sums[consumer][0][warp], dk, SCALE);
             sum_rows(sums[consumer][1][warp], dv, 1.0f);
-            named_barrier_sync(SUMS + consumer, WARPGROUP);  // all warps have written theirs
+            consumer_sync(consumer);  // all warps have written theirs
             put_partials(partials, sums[consumer][0], column, item.b, consumer_row, T);
             put_partials(partials, sums[consumer][1], KV + column, item.b, consumer_row, T);
         }

@@ -154,8 +154,7 @@ classifier_capped(float* losses, element* logits, float* partials, float factor,
 #pragma unroll
                     for (int k = 0; k < PACK; k++) x.x[k] -= c + k == target ? of_target : 0.0f;
                 }
-#pragma unroll
-                for (int k = 0; k < PACK; k++) column_sums[half + i].x[k] += x.x[k];
+                column_sums[half + i] = column_sums[half + i] + x;
                 store_dlogits(to + c, x, lanes, rounding);
             }
         }

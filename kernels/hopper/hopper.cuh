@@ -1,6 +1,6 @@
 // Hopper's own instructions (sm_90a), one function for each: wgmma, the asynchronous matmul of a warpgroup; TMA, the
-// tensor memory accelerator, which copies boxes of a tensor. And a ring buffer built from TMA and mbarriers. PTX ISA:
-// "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions", "cp.async.bulk.tensor".
+// tensor memory accelerator, which copies boxes of a tensor; and a ring buffer built from TMA and mbarriers. PTX ISA:
+// "wgmma.mma_async", "cp.async.bulk.tensor".
 //
 // A warpgroup is 4 consecutive warps, the first one a multiple of 4. One wgmma computes D (64,n) += A (64,k) @ B (k,n),
 // with D in float32 in registers, A in registers or shared memory, and B in shared memory.
@@ -36,13 +36,11 @@ __device__ inline unsigned long long descriptor_across(const void* tile) {
 }
 
 // wgmma is asynchronous: fence, issue some, commit them as a group, wait for the group. The fence makes the next wgmma
-// see what this warpgroup wrote to registers: it is needed before the first one, and again whenever registers of a or d
-// have been accessed.
+// see what this warpgroup wrote to registers: before the first one, and whenever registers of a or d were accessed.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// The compiler does not know that a wgmma in flight writes d: this keeps it from moving reads and writes of d past this
-// line.
+// The compiler does not know that a wgmma in flight writes d: this keeps reads and writes of d where they are.
 template <int N, class... More>
 __device__ inline void fence_operand(float (&d)[N], More&... more) {
 #pragma unroll
@@ -137,21 +135,18 @@ WGMMA_REGISTERS(160, D80, NAMES80, "{%80, %81, %82, %83}", "%84", "%85", "")
 WGMMA_REGISTERS(192, D96, NAMES96, "{%96, %97, %98, %99}", "%100", "%101", "")
 
 // A ring buffer of STAGES stages in shared memory: a producer fills them, consumer warps empty them. Tile i = 0, 1, 2
-// ... is in stage i % STAGES, and is the (i / STAGES)-th there, which gives the parity to wait for. Each stage has two
-// mbarriers, `full` and `empty`.
+// ... is in stage i % STAGES, as number i / STAGES, whose parity its mbarriers, `full` and `empty`, wait for.
 //
 //     producer    wait_empty(i);  mbarrier_arrive_expect_tx(&full[stage], bytes);  load_box(..., &full[stage], ...)
 //     consumers   wait_full(i);   use the tile;  release(i)
 //
-// LANES lanes of each consumer warp arrive on `empty`. One lane is enough, after __syncwarp(). But where lanes read the
-// stage by ordinary loads, compute-sanitizer's racecheck does not see that one lane arrives for all; 32 satisfy
-// it, at some cost in an inner loop.
+// LANES lanes of each consumer warp arrive on `empty`. One is enough, after __syncwarp(); but where lanes read the
+// stage by ordinary loads, compute-sanitizer's racecheck wants all 32, at some cost in an inner loop.
 template <int STAGES, int LANES = 1>
 struct Ring {
     Mbarrier full[STAGES], empty[STAGES];
 
-    // Called by one thread. `arrivals` on `full`, including that of the thread that announces TMA's bytes; `warps`
-    // consumer warps release a stage.
+    // Called by one thread. `arrivals` on `full`, with that of TMA's thread; `warps` consumer warps release a stage.
     __device__ void init(int arrivals, int warps) {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(&full[s], arrivals);
@@ -208,13 +203,11 @@ __device__ inline void store_bytes(void* to, const void* from, int bytes) {
                  "r"(shared_address(from)), "r"(bytes)
                  : "memory");
 }
-// Wait until all but the newest PENDING groups of this thread's stores have read their shared memory, which may then be
-// overwritten.
+// Wait until all but the newest PENDING groups of this thread's stores have read their shared memory.
 template <int PENDING>
 __device__ inline void stores_wait() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
 
-// Named barriers: a block has 16 in hardware; __syncthreads() is number 0. The barrier opens when `threads` threads
-// have reached it.
+// Named barriers: a block has 16 in hardware; __syncthreads() is number 0. It opens when `threads` threads are there.
 __device__ inline void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -1,15 +1,13 @@
 // How a matmul is cut into work items, and how blocks pass on the sums of a tile.
 //
-// In the code, each matmul is out (M,N) = A (M,K) @ B (K,N), with inner dimension K. No operand is transposed
-// beforehand: an operand whose contiguous dimension is not K is called "across".
+// Each matmul is out (M,N) = A (M,K) @ B (K,N); an operand whose contiguous dimension is not K is called "across".
 //
 // matmul_backward_weight may split the inner dimension (split-K). Then each split of a tile is a work item of its own,
 // and a tile's splits are added up in order, so that the result does not depend on which block was first. partials: BM
 // * BN float32 per tile, the sums of its splits so far; done: the number of these splits, 0 before and after. Neither
 // is used if splits is 1. An item waits until the previous split of its tile, an item with a lower number, is in
-// partials. This cannot deadlock, in whatever order a grid's blocks start: there are no more than multiprocessors, all
-// run at once, and each takes its items in the order of their numbers. (Two such grids at once, on two streams, count
-// on the GPU to start all blocks of one before those of the other.)
+// partials. This cannot deadlock: there are no more blocks than multiprocessors, all run at once, and each takes its
+// items in the order of their numbers. (Of two such grids at once, the GPU must start all blocks of one first.)
 
 #pragma once
 

@@ -1,5 +1,4 @@
-// Matmuls for Hopper (sm_90a), bfloat16, with the bias, GELU, its derivative and column sums in the epilogue. Their
-// pipeline is in hopper/matmul.cuh.
+// Matmuls for Hopper (sm_90a), bfloat16: epilogues of hopper/matmul.cuh's pipeline, where it says what bounds them.
 //
 //     matmul_forward             out = inp @ weight^T + bias                               out =
 //     matmul_forward_gelu        the same, and gelu = GELU(out), of the rounded out        out =, gelu =
@@ -13,18 +12,15 @@
 //
 // Two kernels have a side job. In matmul_forward_gelu, the epilogue only writes out's strips to shared memory; a fourth
 // warpgroup applies GELU and stores both by TMA. In matmul_backward_inp_gelu, the epilogue has time to multiply by
-// GELU's derivative, but not to wait for TMA; a warp of the producer warpgroup prefetches inp's strips and stores
-// dinp's.
+// GELU's derivative, but not to wait for TMA; a warp of the producer's prefetches inp's strips, stores dinp's.
 //
 // dweight has few tiles and a long inner dimension. If the tiles are too few for the multiprocessors, the inner
-// dimension is split among blocks (split-K, items.cuh): each adds the sums of the previous splits to its accumulators,
-// with several loads in flight.
+// dimension is split among blocks (split-K, items.cuh).
 
 #include "gelu.cuh"
 #include "hopper/matmul.cuh"
 
-// out = GELU(strip). The exponentials of the next square are issued between the reciprocals of this one, so that the
-// thread waits for neither.
+// out = GELU(strip). The next square's exponentials are issued between this one's reciprocals, to wait for neither.
 __device__ __forceinline__ void gelu_strip(element* out, element* strip) {
     const Squares from(strip), to(out);
     uint32 x[3][4];
@@ -43,13 +39,9 @@ __device__ __forceinline__ void gelu_strip(element* out, element* strip) {
             s[k] = end_gate(s[k]);
             if (n < 7) begin(n + 1, k);
         }
-        uint32 pairs[4];
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            pairs[k] = as_pair(__fmul_rn(number(x[n % 3], 2 * k), s[2 * k]),
-                               __fmul_rn(number(x[n % 3], 2 * k + 1), s[2 * k + 1]));
-        }
-        to.store(pairs, n);
+        for (int k = 0; k < 8; k++) s[k] = __fmul_rn(number(x[n % 3], k), s[k]);
+        to.store(s, n);
     }
 }
 
@@ -100,8 +92,8 @@ matmul_forward_gelu(MAP out, MAP gelu_out, MAP inp, MAP weight, const element* b
     matmul<BN, 0, 0, true>(
         inp, weight, {M, N, K, band, 1},
         [&](Accumulators<BN>& acc, const Item& item, element*) {  // epilogue
-            // Wait for the turn: all strips of the previous tile are in the ring. Without this, the consumer would wait
-            // for phases too far ahead for parity to tell them apart; without warpgroup_sync(), so would a single warp.
+            // Wait for the turn: all strips of the previous tile are in the ring. Else the consumer, or without
+            // warpgroup_sync() a warp, would wait for phases too far ahead for parity to tell them apart.
             warpgroup_sync();
             if (tile > 0) mbarrier_wait(&epilogue_turn, (tile & 1) ^ 1);
 #pragma unroll
@@ -191,8 +183,7 @@ MATMUL matmul_backward_inp_gelu(MAP dinp, float* partials, MAP dout, MAP weight,
                     for (int k = 0; k < 8; k++) {
                         x[k] = acc[n % 2][4 * (8 * s + n / 2 * 2) + k] * gelu_derivative(x[k], g[k]);
                     }
-                    strip.store({as_pair(x[0], x[1]), as_pair(x[2], x[3]), as_pair(x[4], x[5]), as_pair(x[6], x[7])},
-                                n);
+                    strip.store(x, n);
 #pragma unroll
                     for (int k = 0; k < 4; k++) {
                         const int first = k / 2 * 4 + k % 2;  // row g, then row g + 8

@@ -1,21 +1,18 @@
-// The pipeline of our matmuls for Hopper (sm_90a), bfloat16 or FP8. The epilogues are in matmul.cu, matmul_swiglu.cu
-// and matmul_fp8.cu.
-//
-// The design is CUTLASS's "persistent, warp-specialized, ping-pong" kernel: one block per multiprocessor takes one work
-// item after the other, tiles of out of 128 x 192 or, in the "narrow" kernels, 128 x 160. Data flow:
+// The pipeline of our matmuls for Hopper (sm_90a), bfloat16 or FP8: matmul.cu, matmul_swiglu.cu and matmul_fp8.cu have
+// its epilogues. The design is CUTLASS's "persistent, warp-specialized, ping-pong" kernel: one block per multiprocessor
+// takes one work item after the other, tiles of out of 128 x 192 or, "narrow", 128 x 160. Data flow:
 //
 //     A, B           --TMA--> shared memory, a ring buffer of steps --wgmma--> accumulators in registers
 //     accumulators   --epilogue--> strips of 32 or 64 columns in shared memory --TMA--> out
 //
-// A step is 64 of the inner dimension: 128 x 64 of A and 64 x 192 of B, or 128 of it in FP8. In the producer warpgroup,
-// one thread issues TMA loads, a few steps ahead, across tile boundaries, too. The two consumer warpgroups have a tile
-// each, and take turns:
+// A step is 64 of the inner dimension, or 128 in FP8. In the producer warpgroup, one thread issues TMA loads, a few
+// steps ahead, across tile boundaries, too. The two consumer warpgroups have a tile each, and take turns:
 //
 //     consumer 0   mainloop, tile 0 | epilogue, tile 0 | mainloop, tile 2 | epilogue, tile 2 | ...
 //     consumer 1                    | mainloop, tile 1 | epilogue, tile 1 | mainloop, tile 3 | ...
 //
-// So the tensor cores never wait for an epilogue that is shorter than a mainloop: 12 steps of 768 cycles if the inner
-// dimension is 768. Some kernels have longer epilogues and hand part of them to other warps as a "side job".
+// So the tensor cores never wait for an epilogue that is shorter than a mainloop. Some kernels have longer epilogues
+// and hand part of them to other warps as a "side job".
 //
 // Bound by the tensor cores, 2048 multiply-adds per cycle and multiprocessor, and equally by shared memory: a step
 // takes the tensor cores 768 cycles, and moves 40 KB into shared memory and 64 KB out of it, 832 cycles at 128 bytes
@@ -51,9 +48,6 @@ constexpr int GELU_REGISTERS = 40;
 constexpr int STAGES_ROOM = MATMUL_STAGES * (BM + WIDE_BN) * BK;  // elements of all stages, both operands
 constexpr int STRIP = BM * MATMUL_STRIP;                          // elements of a strip of 64 columns
 
-// Named barriers: at OWN_STRIPS + i, the threads of warpgroup i wait for each other, around the strips that they write.
-enum NamedBarrier { OWN_STRIPS = 1 };
-
 static_assert(THREADS == (1 + CONSUMERS) * WARPGROUP, "beside the consumer warpgroups, one loads");
 static_assert(MATMUL_GELU_THREADS == THREADS + WARPGROUP, "and one does GELU");
 static_assert(MATMUL_SHARED == (STAGES_ROOM + 2 * CONSUMERS * STRIP) * sizeof(element),
@@ -84,7 +78,8 @@ struct Layout {
 };
 
 __device__ inline bool leads_warpgroup() { return threadIdx.x % WARPGROUP == 0; }
-__device__ inline void warpgroup_sync() { named_barrier_sync(OWN_STRIPS + warpgroup(), WARPGROUP); }
+// The threads of a warpgroup wait for each other, around the strips that they write.
+__device__ inline void warpgroup_sync() { named_barrier_sync(1 + warpgroup(), WARPGROUP); }
 
 struct Nothing {
     template <class... Arguments>
@@ -230,8 +225,7 @@ __device__ inline void wait_strip_empty() {
     warpgroup_sync();
 }
 
-// Called when the warpgroup has filled a strip, of the tile's columns from `column` on: its first thread starts the TMA
-// store. The same thread waits for it, in wait_strip_empty, because stores are counted per thread.
+// Called when the warpgroup has filled a strip, of the tile's columns from `column` on: its first thread stores it.
 __device__ inline void store_strip(const TensorMap& map, const element* strip, const Item& item, int column) {
     fence_for_async();
     warpgroup_sync();
@@ -275,6 +269,9 @@ struct Squares {
     __device__ element* at(int n) const { return row + n % 2 * (64 * COLUMNS) + (n / 2 * 2 ^ swizzle) * 8; }
     __device__ void load(uint32 (&pairs)[4], int n) const { load_tiles<0>(pairs, at(n)); }
     __device__ void store(const uint32 (&pairs)[4], int n) const { store_tiles(pairs, at(n)); }
+    __device__ void store(const float (&x)[8], int n) const {  // rounded
+        store({as_pair(x[0], x[1]), as_pair(x[2], x[3]), as_pair(x[4], x[5]), as_pair(x[6], x[7])}, n);
+    }
 };
 
 __device__ inline float number(const uint32 (&pairs)[4], int k) {

@@ -16,8 +16,7 @@
 // All but the last three are hopper/matmul.cuh's pipeline. Its accumulators, in the tensor cores, keep about 14 bits:
 // enough for a few thousand products, but the B*T or Vp of them that the last three add up would be off by percents
 // (DeepSeek-V3 2024, https://arxiv.org/abs/2412.19437, section 3.3.2). There, each step's sums are added in float32. As
-// that takes as many registers again, the two consumer warpgroups share a tile, 64 rows each, and one adds while the
-// other multiplies.
+// that takes as many registers again, two consumers share a tile, 64 rows each; one adds while the other multiplies.
 
 #define MATMUL_FP8 1
 #include "fp8.cuh"
@@ -54,7 +53,7 @@ static_assert(MATMUL_FP8_GELU_SHARED ==
                   (MATMUL_STAGES * (BM + GELU_BN) * BK + 2 * GELU_CONSUMERS * STRIP) * sizeof(element),
               "shared memory: the steps, and two strips for each consumer");
 
-#ifdef MODEL_QK_SCALE
+#if QK_NORM
 #include "rope.cuh"
 
 // acc * factor + bias, then its queries and keys normalized, scaled and rotated, as qknorm.cu does, but before they are
@@ -94,8 +93,8 @@ __device__ __forceinline__ void qknorm_tile(Accumulators<GELU_BN>& acc, float* r
             for (int j = 0; j < HEAD; j++) {
                 float* const x = &acc[k / 2][4 * (first + j) + k % 2 * 2];
                 const bool rotates = 4 * j < ROTATED_PAIRS;
-                const float2 pair = rotated(x[0] * times, x[1] * times, rotates ? angles[4 * j] : float2{1.0f, 0.0f});
-                x[0] = pair.x, x[1] = pair.y;
+                x[0] *= times, x[1] *= times;
+                rotate(x[0], x[1], rotates ? angles[4 * j] : float2{1.0f, 0.0f});
             }
         }
     }
@@ -116,8 +115,7 @@ matmul_fp8_qknorm(MAP out, float* rstd, MAP a, MAP b, const element* bias, const
 constexpr int HALF_COLUMNS = 32, HALF_STRIP = STRIP / 2;  // a half strip: elements of 128 x 32
 
 // A warp's squares of a half strip in 8 bits, of 128 x 32 numbers, swizzled as TMA expects them. Squares and a thread's
-// numbers of one are as in matmul.cuh. Two squares, of 16 columns of both halves, are worked on together: one after the
-// other, a warp would mostly wait.
+// numbers of one are as in matmul.cuh. Two squares, of 16 columns of both halves, are worked on together: less waiting.
 struct ByteSquares {
     unsigned char* row;  // of this lane in two squares' four 8 x 8 matrices of 16 bits
     int swizzle;
@@ -252,8 +250,7 @@ matmul_fp8_gelu(MAP out, MAP gelu, MAP a, MAP b, const element* bias, const floa
 }
 
 // Each consumer has room for four half strips: two of inp, one of dout @ weight, and one of dinp in 8 bits. Its first
-// thread loads inp's: two before the mainloop, the others as room becomes free, out of the L2 cache, where they are
-// brought meanwhile. Boxes: inp 128 x 32.
+// thread loads inp's: two before the mainloop, the others later, from the L2 cache. Boxes: inp 128 x 32.
 extern "C" __global__ void __launch_bounds__(GELU_THREADS, 1)
 matmul_fp8_gelu_backward(MAP dinp, float* partials, MAP a, MAP b, MAP inp, const float* a_scale, const float* b_scale,
                          const float* dinp_scale, int* largest, int64* counts, int M, int N, int K, int band) {

@@ -1,5 +1,5 @@
-// The matmuls that Llama has beside GPT-2's, for Hopper (sm_90a), bfloat16: with SwiGLU, its gradient, or RoPE in the
-// epilogue. Their pipeline is in hopper/matmul.cuh, the formulas in swiglu.cuh and rope.cuh.
+// The matmuls that Llama has beside those of matmul.cu, bound by the same: with SwiGLU, its gradient, or RoPE in the
+// epilogue. Formulas: swiglu.cuh, rope.cuh.
 //
 //     matmul_forward_swiglu        out = inp @ weight^T: up, then gate                            out =
 //                                  swiglu = up * gate * sigmoid(gate), of the rounded out         swiglu =
@@ -7,13 +7,11 @@
 //     matmul_forward_rope          out = inp @ weight^T, queries and keys rotated                 out =
 //
 // A tile of matmul_forward_swiglu is 96 columns of up and the 96 columns of gate that belong to them, so that a thread
-// has both of a pair in its accumulators. matmul_backward_inp_swiglu has a side job, as matmul_backward_inp_gelu has:
-// a warp of the producer warpgroup prefetches strips of up and gate and stores those of their gradients. RoPE's pairs
-// are neighbours, which a thread has side by side.
+// has both of a pair in its accumulators. matmul_backward_inp_swiglu has matmul_backward_inp_gelu's side job: a warp of
+// the producer warpgroup prefetches strips of up and gate and stores those of their gradients.
 //
 // What has halves, up and gate, has maps in which the half is a dimension of its own: out, inp and dinp as (N,2,F),
-// weight as (2,F,C). F need not be a multiple of a tile's width: what lies beyond F is zero when loaded and not stored,
-// in either half.
+// weight as (2,F,C). F need not be a multiple of a tile's width: what lies beyond is zero, and not stored.
 
 #include "hopper/matmul.cuh"
 #include "rope.cuh"
@@ -49,18 +47,13 @@ MATMUL matmul_forward_swiglu(MAP out, MAP swiglu_out, MAP inp, MAP weight, int M
                     }
                     ups.store(up, n);
                     gates.store(gate_pairs, n);
-                    float gate[8], sigmoid[8];
+                    float gate[8], sigmoid[8], y[8];
 #pragma unroll
                     for (int k = 0; k < 8; k++) gate[k] = number(gate_pairs, k);
                     sigmoids(sigmoid, gate);
-                    uint32 swiglu_pairs[4];
 #pragma unroll
-                    for (int k = 0; k < 4; k++) {
-                        const int i = 2 * k, j = i + 1;
-                        swiglu_pairs[k] = as_pair(swiglu(number(up, i), gate[i], sigmoid[i]),
-                                                  swiglu(number(up, j), gate[j], sigmoid[j]));
-                    }
-                    swiglus.store(swiglu_pairs, n);
+                    for (int k = 0; k < 8; k++) y[k] = swiglu(number(up, k), gate[k], sigmoid[k]);
+                    swiglus.store(y, n);
                 }
                 fence_for_async();
                 warpgroup_sync();
@@ -146,8 +139,7 @@ MATMUL matmul_backward_inp_swiglu(MAP dinp, MAP dout, MAP weight, MAP inp, int M
         });
 }
 
-// The columns of queries and keys are rotated, as rope.cu does, but before they are rounded. Row n is at position n %
-// T, the rows of `rope`.
+// Queries and keys are rotated, as rope.cu does, but before they are rounded. Row n is at position n % T of rope.
 template <int BN>
 __device__ __forceinline__ void forward_rope(const TensorMap& out, const TensorMap& inp, const TensorMap& weight,
                                              const float2* rope, int T, const Sizes& z) {
@@ -172,8 +164,7 @@ __device__ __forceinline__ void forward_rope(const TensorMap& out, const TensorM
 #pragma unroll
                     for (int j = 0; j < 8; j++) {
                         float* x = &acc[j % 4 / 2][4 * (unit + j / 4) + j % 2 * 2];
-                        const float2 pair = rotated(x[0], x[1], angle[j / 4][j % 4]);
-                        x[0] = pair.x, x[1] = pair.y;
+                        rotate(x[0], x[1], angle[j / 4][j % 4]);
                     }
                 }
             }
