@@ -2,9 +2,9 @@
 writes to a temporary file that is renamed when complete."""
 
 import contextlib
+import fcntl
 import os
 import re
-from pathlib import Path
 
 import numpy as np
 
@@ -38,8 +38,6 @@ def export_hint(path):
 def open_input(path, hint):
     """Open a file for reading. Raises UserError, whose message ends in `hint`: how to get such a file."""
     try:
-        if Path(path).is_fifo():  # would wait for a writer
-            raise OSError(0, "it is a pipe, expected a file")
         return open(path, "rb")
     except FileNotFoundError:
         raise UserError(f"{path or repr(path)}: no such file; {hint}") from None
@@ -82,8 +80,6 @@ def locked(directory, flag="-o"):
     if not directory:
         yield
         return
-    import fcntl  # here: Windows has none
-
     make_directory(directory)
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -105,8 +101,7 @@ def make_directory(path):
 
 def make_header(magic, version, *fields):
     header = np.zeros(256, "<i4")
-    header[0], header[1] = magic, version
-    header[2 : 2 + len(fields)] = fields
+    header[: 2 + len(fields)] = magic, version, *fields
     return header
 
 

@@ -321,7 +321,7 @@ def test_a_padded_model(folder, run_here):
 
 
 @pytest.mark.parametrize("files, words", (
-    ({"config.json": "{"}, "config.json: is not JSON"), ({"config.json": "[]"}, "a JSON list, expected an object"),
+    ({"config.json": "{"}, "config.json: is not a JSON"), ({"config.json": "[1]"}, "is not a JSON object"),
     ({"config.json": {"eos_token_id": [[1]]}}, "expected a token's id"), ({"config.json": "{}"}, "which token ends")))
 def test_files_that_are_refused(folder, files, words):
     pytest.raises(UserError, open_vocabulary, folder(byte_level(), files)).match(words)

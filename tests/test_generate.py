@@ -88,7 +88,7 @@ def test_choice():
 
 
 @pytest.mark.parametrize("text, expected", (
-    (None, (0.2, 0, 0.9)), ('{"eos_token_id": 2}', (0.2, 0, 0.9)), ("{", "is not JSON"),
+    (None, (0.2, 0, 0.9)), ('{"eos_token_id": 2}', (0.2, 0, 0.9)), ("{", "is not a JSON object"),
     ('{"temperature": 0.6, "top_k": 20, "top_p": null}', (0.6, 20, 1.0)), ('{"top_p": 2}', "top_p 2: expected more")))
 def test_what_a_chat_draws_with(tmp_path, text, expected):
     """generation_config.json says it; the command line comes first."""

@@ -389,9 +389,8 @@ def test_a_damaged_batch_changes_no_weight(workplace, train, run_here, flag, wha
     run(142, "parts", "-y", 1)
     for name in checkpoint_paths("", 142):
         assert Path("parts", name).read_bytes() == Path("whole", name).read_bytes()
-    for notes in ('{"recent": [1, 2]}', "[]", "{"):
-        Path("whole/DONE_00000142").write_text(notes)
-        run_here(train_gpt2, *FAST, "-x", 143, "-o", "whole", "-y", 1, fails=["DONE_00000142: cannot be read; remove "])
+    Path("whole/DONE_00000142").write_text("{")
+    run_here(train_gpt2, *FAST, "-x", 143, "-o", "whole", "-y", 1, fails=["DONE_00000142: cannot be read; remove "])
 
 
 def test_schedules():
