@@ -19,7 +19,7 @@ BUDGETS = {  # what: (files, as git's patterns), lines at most; tests/test_house
     "llmc/": (("llmc/*.py", ":!llmc/gpu"), 3100),
     "llmc/gpu/": (("llmc/gpu/*.py",), 3002),  # today's; the goal is 2,600
     "kernels/": (("kernels",), 6643),  # today's; the goal is 6,000
-    "tests/": (("tests/*.py",), 8066),  # today's; the goal is 8,000
+    "tests/": (("tests/*.py",), 8000),
     "look/": (("look.py", "look"), 1092),  # today's; the goal is 900
     "dev/": (("dev/*.py", "dev/*.cu", "dev/*.cuh", "dev/*.md"), 5500),
     "doc/": (("doc/*.md",), 2300),

@@ -71,11 +71,6 @@ def test_a_failed_download_leaves_nothing(tmp_path, run_here, pages, words):
     assert [path.name for path in tmp_path.rglob("*")] == (["data"] if 200 in pages.get("/x", ()) else [])
 
 
-def test_end_of_text_in_a_text(vocabulary_here):
-    encoding, text = pytest.importorskip("tiktoken").get_encoding("gpt2"), f"a{EOT}'LL"
-    assert open_vocabulary("gpt2").encode(text) == encoding.encode_ordinary(text)
-
-
 def test_a_small_text_is_split_or_refused(tmp_path, tiny_shakespeare, vocabulary_here, run_here):
     text = tmp_path / "text"
     text.write_bytes(tiny_shakespeare.read_bytes()[:100000])
@@ -214,7 +209,6 @@ def test_shards_are_the_same_tokens(here, run_here):
     ("c.jsonl", b'{"text": "a"}\nnot JSON\n', "c.jsonl:2.*found 'not JSON': mend or", ""),
     ("d.jsonl", b'{"text": "a"}\n', "d.jsonl:1.*'story'", "--field story"),
     ("a.txt", TEXT, "none.txt.*no such file", "none.txt"), ("a.txt", TEXT, "*.none.*no file", "*.none"),
-    ("h.txt", TEXT, "h.txt.*directory", "--output h.txt/x"),
     ("f.txt", TEXT, "char/tokenizer.json: no such file.*gpt2, bytes, chars, a run or", "--vocabulary char"),
     ("j_train.bin", TEXT, "j_train.bin.*another --output", "--output j")),
     ids=lambda value: value if isinstance(value, str) else "")

@@ -140,11 +140,10 @@ def test_token_file_faults(workplace, train):
 
 
 @pytest.mark.parametrize("flags, words", (
-    ("-b 0", "-b/--batch_size 0.*at least 1"), ("-t 33", "-t/--sequence_length 33.*32"), ("-m 0", "-m/--val_batches 0"),
-    ("-g 0", "-g/--sample_tokens 0.*at least 1"), ("-x -5", "-x/--steps -5.*at least 0"), ("-n 5", "-n.*-o DIR"),
+    ("-b 0", "-b/--batch_size 0.*at least 1"), ("-t 33", "-t/--sequence_length 33.*32"), ("-n 5", "-n.*-o DIR"),
     ("-l nan", "-l/--learning_rate nan"), ("--eps 1e-46", "--eps 1e-46.*expected"), ("-q 2", "-q/--final_fraction 2"),
     ("-e ''", "'': no such file"), ("--beta1 1", "--beta1 1.*expected 0 <= beta1 < 1"),
-    ("--grad_clip -1", "--grad_clip -1.*at least 0"), ("-d 17", "-d/--total_batch_size 17.*multiple of B*T = 16"),
+    ("-d 17", "-d/--total_batch_size 17.*multiple of B*T = 16"),
     ("-y 1 -o run.log", "-y.*run.log is a log file"), ("-b 1000000", "tokens.*-b or -t"),
     ("-i nothing_*.bin -j x.bin", "nothing_*.bin.*no file matches"), ("-i shards.bin -v 1", "shards.bin.*-j"),
     ("-o run -e none.bin", "none.bin.*the directory of a run"), ("--tokenizer none.bin", "none.bin: no such file"),
@@ -249,8 +248,6 @@ def test_damaged_checkpoints_and_logs(workplace, train):
     fails(state, "step 5", h10=5)
     fails("batch 9999", h32=9999)
     fails(state, "the optimizer's m: NaN", f"remove {marker}", h256=0x7FC00000)  # NaN, first in m
-    infinity_in_v = {f"h{256 + (len(good) - 1024) // 8}": 0x7F800000}
-    fails(state, "the optimizer's v: NaN", f"remove {marker}", **infinity_in_v)
     Path("run", "main.csv").rename("main.csv")
     Path("run", "main.csv").write_text("notes\n")
     fails("main.csv", "not a training log")

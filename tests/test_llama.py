@@ -176,9 +176,7 @@ def test_transformers_computes_the_same(folder, tmp_path, changes):
 
 @pytest.mark.parametrize("changes, words", (
     ({"model_type": "qwen2"}, "model_type is 'qwen2'"), ({"sliding_window": 16}, "sliding_window is 16"),
-    ({"attention_bias": True}, "attention_bias"), ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
-    ({"quantization_config": {"bits": 8}}, "quantization_config is {'bits': 8}, expected None"),
     ({"logits_scaling": 8}, "logits_scaling is 8"), ({"layer_types": ["chunked"]}, "layer_types has 'chunked'"),
     ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "of whole heads"),
     ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type is 'linear'"),  # beside rope_parameters

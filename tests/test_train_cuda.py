@@ -217,12 +217,6 @@ def test_what_is_left_to_the_gpu():
     assert cuda.resolve_auto(cuda.CudaSettings(dtype="float32", tf32=0, recompute=2), "sm_90a").recompute == 2
 
 
-def of_124M(function, settings):
-    """A function of memory.py, of GPT-2 124M on an H100."""
-    geometry = launch_geometry(GPT2_124M, settings.precision, "sm_90a")
-    return function(cuda.GPT2, GPT2_124M, settings, SimpleNamespace(sm_count=132, geometry=geometry))
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # with a GPU
 
@@ -383,14 +377,18 @@ def test_a_checkpoint_moves_between_the_trainers(gpu, heads, first, second):
 
 
 def test_recomputation_is_named_where_it_helps(fake_gpu):
+    """Of GPT-2 124M on an H100."""
     settings = cuda.resolve_auto(cuda.CudaSettings(B=4), "sm_90a")
+    h100 = SimpleNamespace(sm_count=132, geometry=launch_geometry(GPT2_124M, settings.precision, "sm_90a"))
+
     def needed(**changed):
-        return sum(size for size, _ in of_124M(memory_plan, dataclasses.replace(settings, **changed)))
+        plan = memory_plan(cuda.GPT2, GPT2_124M, dataclasses.replace(settings, **changed), h100)
+        return sum(size for size, _ in plan)
 
     def check(free, words, **changed):
         fake_gpu.free = free + RESERVE
         with pytest.raises(UserError, match=f"{words}$"):
-            of_124M(check_memory, dataclasses.replace(settings, **changed))
+            check_memory(cuda.GPT2, GPT2_124M, dataclasses.replace(settings, **changed), h100)
 
     least = [needed(recompute=r) for r in (0, 1, 2)]
     layer = 2 * 12 * 4 * settings.T * 768  # bytes of a tensor (L,B,T,C)
