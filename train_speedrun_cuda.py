@@ -88,7 +88,7 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
         "forward": {"branch": Row((B, T, C), dtype), **recomputed},
         "classifier": {
             "logits": Row((B, T, config.Vp), dtype),  # overwritten with their gradient
-            "headb_partials": Row((max(1, sm_count // (5 if geometry.CAPPED_CLUSTER == 4 else 2)), config.Vp)),
+            "headb_partials": Row((max(1, sm_count // geometry.CAPPED_SMS), config.Vp)),
         },
         "backward": {
             "dfch": Row((B, T, 4 * C), dtype),
@@ -124,7 +124,7 @@ def matmul_qknorm_forward(device, linear, qkv, rstd, inp, rope, B, T, NH, HS):
 
 
 def classifier(device, losses, logits, partials, targets, dloss, factor, write_gradient, N):
-    """GPT-2's, of capped logits; with write_gradient, partials (rows, Vp) = dlogits * factor, for column_sums."""
+    """GPT-2's, of capped logits; with write_gradient, partials (n,Vp) =, for column_sums: of dlogits * factor."""
     geometry = device.geometry
     if geometry.CAPPED_CLUSTER:
         device.launch("classifier_capped", (len(partials) * geometry.CAPPED_CLUSTER,), (WARP * geometry.CAPPED_WARPS,),
@@ -351,7 +351,7 @@ class Speedrun(GPT2):
         jobs = []  # of column_sums: (partial sums, the gradients that are made of them): of biases and RMSNorms
 
         self.backward_head(acts, scale)
-        column_sums(device, [(acts.headb_partials, (grads.lm_headb,))])
+        column_sums(device, [(acts.headb_partials, (grads.lm_headb,))])  # now: the next launch overwrites these
         rmsnorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3, params.lnfw,
                          acts.lnf_rstd, False, B, T, C)
         # dresidual's column sums, the second of the partials, are dfcprojb; after ln2's backward pass, dattprojb

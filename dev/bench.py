@@ -484,7 +484,6 @@ def matmul_ways(matmul, kind, N, C, OC):
                    grads if kind == "dweight" else inp.dtype)
     ours, options = Matmul(device, matmul.precision, "kernels"), []
     ours.workspace = matmul.workspace
-    linear, linear_ours = (Linear(which, weight, None, out) for which in (matmul, ours))
     inner, library, call = {
         "forward": (C, (inp, weight.T), lambda linear, **option: linear.forward(out, inp, **option)),
         "dinp": (OC, (dout, weight), lambda linear: linear.backward_inp(out, dout)),
@@ -495,9 +494,9 @@ def matmul_ways(matmul, kind, N, C, OC):
                    "dweight": [{"splits": splits} for splits in (1, 2, 3, 4, 5, 7, 9, 11)
                                if splits == 1 or few and N >= 256 * splits]}[kind]
     ways = {" ".join(f"{value} {name}" for name, value in option.items()) or "ours": functools.partial(
-        call, linear_ours, **option) for option in options}
+        call, Linear(ours, weight, None, out), **option) for option in options}
     ways["cuBLASLt"] = functools.partial(matmul.cublaslt.multiply, out, *library)
-    return ways, out, inner, functools.partial(call, linear)
+    return ways, out, inner, functools.partial(call, Linear(matmul, weight, None, out))
 
 
 def fp8_ways(fp8, name, kind, N, C, OC):

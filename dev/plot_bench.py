@@ -25,7 +25,7 @@ GROUPS = {  # part of a bar -> how its kernels' names begin
     "attention": ("attention",),
     "GELU": ("gelu",),
     "layernorm": ("residual_layernorm", "layernorm"),
-    "classifier": ("classifier", "classifier_capped"),
+    "classifier": ("classifier",),
     "AdamW": ("adamw",),
     "the rest": ("",),
 }

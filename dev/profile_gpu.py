@@ -110,8 +110,9 @@ BYTES = {  # kernel -> the same, as bytes, where it depends on more
         size_of(partials[0]) * np.count_nonzero(tokens.get() < 0)),
     **dict.fromkeys(("layernorm_backward", "rmsnorm_backward"), lambda dinp, sums, dout, inp, *rest: (
         size_of(dinp, dout, inp) + rest[-2] * size_of(dinp))),  # rest[-2]: add_residual
-    **dict.fromkeys(("classifier", "classifier_capped"), lambda losses, logits, *rest: (  # rest[-3:]: dloss, whether it
-        size_of(logits) + rest[-2] * size_of(logits) // (1 + (rest[-3] == DLOGITS_SCALE)))),  # writes, N; in FP8, half
+    # rest[-3:]: dloss, write_gradient, N; in FP8, half as many bytes are written
+    **dict.fromkeys(("classifier", "classifier_capped"), lambda losses, logits, *rest: (
+        size_of(logits) + rest[-2] * size_of(logits) // (1 + (rest[-3] == DLOGITS_SCALE)))),
     "logits_bias_backward": lambda partials, dlogits, factor, N: size_of(dlogits),
     "muon_momentum": lambda m, u, sums, grads, chunks, *_: (8 + u.itemsize + grads.itemsize + 4 * (
         sums is not None)) * chunks.size // CHUNKS.itemsize * UPDATE_CHUNK,

@@ -14,9 +14,9 @@
 // holds two of 50304 bfloat16 logits), TMA loads and stores rows in parts, and each warp handles its own slice of each
 // part; of a row of Llama 3's 128256, the last part is in registers. Blocks are persistent, as many per multiprocessor
 // as rows fit; once a slice of the gradient has been stored, the same slice of the block's next row is loaded. In
-// bfloat16, the row holds exp(x - maximum so far) between the sum
-// and the gradient, so that there is one exp per element instead of two, which would cost power, and so clock. On other
-// GPUs, the second pass reads the row from the L2 cache, beginning at its end, which was read last.
+// bfloat16, the row holds exp(x - maximum so far) between the sum and the gradient: one exp an element, not two, which
+// would cost power, and so clock. On other GPUs, the second pass reads the row from the L2 cache, beginning at its end,
+// which was read last.
 //
 // What keeps it close to the speed of a copy: no barrier except for the row's sum, no loop over parts, maxima of pairs
 // of bfloat16, sums of pairs instead of a chain.
@@ -65,9 +65,12 @@ __device__ inline float scaled_exp(float x, float offset, float scale) { return 
 #endif
 
 // In bfloat16, a row on chip holds exp(x - maximum so far) between the sum and the gradient, in half precision, scaled
-// by 2^15. Values down to 2^-29 of the maximum keep all 11 bits, 3 more than the gradient has. (With a cap, these rows
-// are hopper/classifier_capped.cu's.)
+// by 2^15. Values down to 2^-29 of the maximum keep all 11 bits, 3 more than the gradient has. (Capped logits in
+// bfloat16 have hopper/classifier_capped.cu.)
 constexpr bool KEEPS = ON_CHIP && BFLOAT16;
+#ifdef MODEL_CAP
+static_assert(!KEEPS, "the slope would be missing");
+#endif
 constexpr float LOG2_KEPT_SCALE = KEEPS ? 15.0f : 0.0f, KEPT_SCALE = KEEPS ? 32768.0f : 1.0f;
 
 // The index of a thread's i-th pack of part s, in its warp's slice.

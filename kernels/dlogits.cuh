@@ -1,4 +1,5 @@
-// The gradient that takes a row of logits' place: what a row on chip holds before, how it is rounded and stored.
+// The gradient of a row of logits, which replaces them: what a row on chip holds between its sum and its gradient, and
+// how the gradient is rounded and stored.
 
 #pragma once
 

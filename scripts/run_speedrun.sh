@@ -3,7 +3,7 @@
 # program reaches a validation loss of 3.28 so.
 #
 # It has not been made to its end. Computed: 24 GiB of GPU memory (-b 128: 44, -b 32: 14); on disk, 4 GB of data, 7 GB of
-# checkpoints; with -b 128, 45 minutes on one H100, 35 with --dtype fp8, from the speed of a few updates.
+# checkpoints; with -b 128, 44 minutes on one H100, 34 with --dtype fp8, from the speed of a few updates.
 #
 # When run again, it resumes from the newest checkpoint. Extra flags, but not -o, go to the trainer: -b 128, --gpus 4.
 set -euo pipefail

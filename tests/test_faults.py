@@ -243,7 +243,6 @@ def test_damaged_checkpoints_and_logs(workplace, train):
 
     fails(state, "bytes, expected", f"remove {marker}", data=good[:-1])
     fails(state, "is a GPT-2 checkpoint", h0=MODEL_MAGIC)
-    fails(state, "version 2", h1=2)
     fails(state, "--spread 1", "expected", "--spread 0", h42=1)
     fails(state, "step 5", h10=5)
     fails("batch 9999", h32=9999)

@@ -13,6 +13,7 @@ import train_gpt2_cuda as cuda
 import train_llama3
 import train_llama3_cuda as llama_cuda
 import train_speedrun
+import train_speedrun_cuda as speedrun_cuda
 from conftest import on_stream
 from llmc.gpu.device import copy_to_gpu, to_float32
 from check_gpu import COLUMN_ORDER, ROW_ORDER, decode_e5m2, dlogits_of, natural
@@ -33,6 +34,7 @@ FP8 = Precision("bfloat16", fp8=True)
 NUMBERS = decode_e4m3(np.arange(256, dtype=np.uint8))
 LAYERS = SimpleNamespace(KERNELS=("matmul", "gelu"), CONSTANTS={})
 GPT2 = train_gpt2.Config(64, 257, 2, 3, 192, 384)
+SPEEDRUN = train_speedrun.Config(64, 257, 2, 3, 192, 384)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -55,11 +57,13 @@ def test_the_numbers_and_their_rounding_are_pytorch_s():
 
 @pytest.mark.parametrize("grads", (0, pytest.param(1, marks=pytest.mark.large)))
 def test_kernels_compile_into_registers(grads):
-    for file in kernel_files(LAYERS, GPT2, FP8._replace(float32_grads=grads), "sm_90a", "auto").values():
-        if "fp8" in file.name:
-            frames = [size for size in frame_sizes(compile_file(file, "sm_90a")) if size]
-            assert len(frames) <= 2 * ("matmul" in file.name)  # the producer's in the two with GELU
-            assert max(frames, default=0) <= 24
+    precision = FP8._replace(float32_grads=grads)
+    for page, config, few in (LAYERS, GPT2, 2), (speedrun_cuda.Speedrun, SPEEDRUN, 5):  # with GELU, and QK-norm
+        for file in kernel_files(page, config, precision, "sm_90a", "auto").values():
+            if "fp8" in file.name:
+                frames = [size for size in frame_sizes(compile_file(file, "sm_90a")) if size]
+                assert len(frames) <= few * ("matmul" in file.name)  # the producer's
+                assert max(frames, default=0) <= 24
 
 
 @pytest.mark.parametrize("C", (768, 3072, *(pytest.param(C, marks=pytest.mark.large) for C in (48, 1600, 8192))))

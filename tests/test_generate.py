@@ -191,8 +191,7 @@ def test_ctrl_c_leaves_the_samples_so_far(workplace, run_here, monkeypatch):
 
 @pytest.mark.parametrize("flags, words", (
     (("--prompt", ""), ("--prompt", "empty")), (("--prompt_ids", 257), ("--prompt_ids: 257", "0 to 256")),
-    (("--prompt_ids", -1), ("--prompt_ids: -1",)), (("--samples", 0), ("--samples 0",)),
-    (("--temperature", "nan"), ("--temperature nan",)), (("--seed", 0), ("--seed 0",)),
+    (("--prompt_ids", -1), ("--prompt_ids: -1",)), (("--seed", 0), ("--seed 0",)),
     (("--tokenizer", "gpt2_124M.bin"), ("gpt2_124M.bin", "tokenizer"))))
 def test_wrong_flags(workplace, run_here, flags, words):
     run_here(generate, MODEL, *flags, fails=words)

@@ -181,8 +181,7 @@ def test_transformers_computes_the_same(folder, tmp_path, changes):
     ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "of whole heads"),
     ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type is 'linear'"),  # beside rope_parameters
     ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding_window is 4096"),
-    ({"num_key_value_heads": 3}, "NKV=3"),
-    ({"intermediate_size": 48}, "mlp.up_proj.weight has shape"),
+    ({"num_key_value_heads": 3}, "NKV=3"), ({"intermediate_size": 48}, "mlp.up_proj.weight has shape"),
     ({"sliding_window": 4096, "use_cache": True, "rope_interleaved": False, "pad_token_id": 3,
       "tie_word_embeddings": True}, None)))
 def test_what_is_no_llama_and_what_changes_nothing(folder, changes, words):

@@ -130,7 +130,7 @@ def test_on_a_gpu(gpu, dtype, V, NH, tolerance):
 
 @pytest.mark.parametrize("kind", ("tf32", "bf16", "bf16, portable", "fp8"))
 @pytest.mark.parametrize("V, N, sm_count", ((97, 3, None), (257, 50, 1), (8193, 97, 2), (50257, 291, None),
-                                             (50257, 61, 4), (70001, 97, 4)))
+                                             (50257, 61, 4), (131072, 97, 12)))
 def test_classifier(gpu, monkeypatch, kind, V, N, sm_count):
     """In float64: losses, dlogits, and the partial sums of dbias; logits up to where the cap is flat. In FP8, dlogits
     are one of two neighbours in E5M2."""
@@ -140,7 +140,7 @@ def test_classifier(gpu, monkeypatch, kind, V, N, sm_count):
     device = get_device(gpu, t.Config(1024, V, 1, 1, 64, padded(V)), precision, bool(portable))
     monkeypatch.setattr(device, "sm_count", sm_count or device.sm_count)
     Vp, e, dloss = padded(V), precision.dtype, DLOGITS_SCALE if precision.fp8 else 1.0 / N
-    logits = random(N, Vp, seed=1, spread=10, dtype=e)
+    logits, clusters = random(N, Vp, seed=1, spread=10, dtype=e), max(1, device.sm_count // device.geometry.CAPPED_SMS)
     targets = np.random.default_rng(V).integers(0, V, N, dtype=np.int32)
     targets[0], targets[-1] = V - 1, 0
     y = logits[:, :V].astype(np.float64)
@@ -152,7 +152,7 @@ def test_classifier(gpu, monkeypatch, kind, V, N, sm_count):
     t.cap_backward(dlogits, y, y.size)
     logits[:, V:] = np.nan  # whatever stands in the padding has no part in it
     for write in (0, 1):
-        losses, got, partials = unwritten(N), on_gpu(logits, dtype=e), unwritten(max(1, device.sm_count // 5), Vp)
+        losses, got, partials = unwritten(N), on_gpu(logits, dtype=e), unwritten(clusters, Vp)
         cuda.classifier(device, losses, got, partials, on_gpu(targets), dloss, 0.5, write, N)
         assert_close(SUMS, losses=(losses, expected[0]))
         if not write:

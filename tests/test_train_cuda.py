@@ -191,9 +191,10 @@ def test_lines(fake_gpu, heads, run_here, monkeypatch):
     (0, Config(64, 257, 1, 1, 144, 384), "C=144 with NH=1.*train_gpt2.py"),
     (0, train_llama3.Config(64, 257, 1, 4, 2, 48, 384, 204, 16), "F=204.*train_llama3.py"),
     (1, Config(64, 257, 2, 1, 200, 384), "C=200, F=800: --dtype fp8 expects multiples of 16: pass --dtype bf"),
-    (1, Config(64, 131100, 2, 1, 64, 131200), "131200 rows of .* weight: --dtype fp8 expects .* up to 131072: pass")))
+    (1, Config(64, 131100, 2, 1, 64, 131200), "131200 rows of .* weight: --dtype fp8 expects .* up to 131072: pass"),
+    (0, train_speedrun.Config(64, 257, 1, 3, 240, 384), "heads of 80 channels: on a GPU, QK-norm .*train_speedrun.py")))
 def test_a_model_that_the_kernels_do_not_take(fp8, config, words):
-    pytest.raises(UserError, check_sizes, config, fp8).match(words)
+    pytest.raises(UserError, check_sizes, config, fp8, type(config) is train_speedrun.Config).match(words)
 
 
 @pytest.mark.parametrize("arch, settings, words", (
@@ -377,7 +378,6 @@ def test_a_checkpoint_moves_between_the_trainers(gpu, heads, first, second):
 
 
 def test_recomputation_is_named_where_it_helps(fake_gpu):
-    """Of GPT-2 124M on an H100."""
     settings = cuda.resolve_auto(cuda.CudaSettings(B=4), "sm_90a")
     h100 = SimpleNamespace(sm_count=132, geometry=launch_geometry(GPT2_124M, settings.precision, "sm_90a"))
 

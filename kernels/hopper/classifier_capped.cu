@@ -4,12 +4,14 @@
 //     logits[n,v] = (softmax(y[n])[v] - (v is the target)) * slope(logits[n,v]) * dloss                logits = (*)
 //     partials[cluster,v] = factor * the sum of these over the cluster's rows, before they are rounded partials = (*)
 //
-// (*) if write_gradient; from V on, 0. A block has some columns of all of its cluster's rows, so that a thread can add
-// up its own in registers: dbias costs no pass over dlogits. As y is within +-CAP, softmax needs no maximum; and half
-// precision holds exp(y) * slope, which is below 6.1e4, between a row's sum and its gradient.
+// (*) if write_gradient; from V on, 0. partials (clusters,Vp) float32; all else as in classifier.cu.
 //
-// Bound by bytes: a row is read once and written once. Each warp loads and stores its slice by one TMA copy of 2 KB:
-// copies of half as many bytes took longer. It sums a row ahead of the one whose gradient it writes, so that exps
+// A block has some columns of all of its cluster's rows, so that a thread can add up its own in registers: dbias costs
+// no pass over dlogits. As y is within +-CAP, softmax needs no maximum; and half precision holds exp(y) * slope, which
+// is at most 6.1e4, between a row's sum and its gradient (with fewer digits from y = -9 down, none below -14).
+//
+// Bound by bytes: a row is read once and written once. Each warp loads and stores its slice by one TMA copy, of 2 KB:
+// copies of half as many bytes took longer. It sums row i + 1 before it writes the gradient of row i, so that exps
 // overlap with stores, and sums have arrived from the cluster's other blocks when they are needed.
 
 #include "cap.cuh"
@@ -19,10 +21,11 @@
 constexpr int CLUSTER = CAPPED_CLUSTER;  // blocks
 constexpr int COLUMNS = CAPPED_COLUMNS;  // of a block, a multiple of 16; the last one may have fewer
 constexpr int WARPS = CAPPED_WARPS, STAGES = CAPPED_STAGES;  // rows on chip
-constexpr int PACKS = 4, SLICE = PACKS * 32 * PACK;  // of a thread in a row; elements of its warp
-constexpr int TURNS = 4;  // a warp that sums row i may meet one that still writes row i - 3
+constexpr int PACKS = 4, SLICE = PACKS * 32 * PACK;  // that a thread has of a row; elements that its warp has
+constexpr int TURNS = 4;  // slots of warp_sums: while a warp sums row i, another may still read those of row i - 3
 constexpr float LOG2_UNIT = 1.5863f;  // 3 log2(LOG2E)
-static_assert(WARPS * SLICE >= COLUMNS && STAGES >= 2);
+static_assert(WARPS * SLICE >= COLUMNS && STAGES >= 3);  // of the rows on chip, two are in work
+static_assert(CAP <= 15.0f, "half precision holds exp(y) * slope");
 
 __device__ inline int block_of_cluster() {
     int block;
@@ -65,8 +68,8 @@ classifier_capped(float* losses, element* logits, float* partials, float factor,
             load_bytes(rows + stage * COLUMNS + slice, logits + int64(n) * Vp + first + slice, &loaded[stage], bytes);
         }
     };
-    // Row number `turn`, n: its sum in warp_sums, its terms of the gradient in place of its logits. Returns the target's
-    // logit, if this thread has it.
+    // Row n, number `turn`: its sum to warp_sums, its terms of the gradient in place of its logits. Returns the
+    // target's logit, if this thread has it.
     const auto sum_row = [&](int n, int turn) {
         const int stage = turn % STAGES, target = targets[n] - first;
         float sum = 0.0f, target_logit = 0.0f;
@@ -79,7 +82,7 @@ classifier_capped(float* losses, element* logits, float* partials, float factor,
             if (has_target(c, target)) target_logit = to_float(at[target - c]);
             Floats x = unpack(load_bits(at)), slopes;
 #pragma unroll
-            for (int k = 0; k < PACK; k++) {  // r: LOG2E times cap_factor; so exp(y) is divided by LOG2E^3
+            for (int k = 0; k < PACK; k++) {  // r^3 is LOG2E^3 times the slope: exp(y) is divided by that
                 const float z = x.x[k], w = z * (1.0f / (CAP * LOG2E));
                 const float r = rsqrtf(fmaf(w, w, 1.0f / (LOG2E * LOG2E)));
                 x.x[k] = exp2_approx(fmaf(z, r, -LOG2_UNIT));
@@ -171,6 +174,7 @@ classifier_capped(float* losses, element* logits, float* partials, float factor,
         for (int slot = 0; warp == 0 && slot < TURNS; slot++) expect_sums(slot);
         for (int turn = 0; turn < STAGES; turn++) fetch(turn);
     }
+    __syncwarp();
     cluster_sync();
     float target_logit = 0.0f;
     for (int turn = -1, n = cluster - clusters; n < N; turn++, n += clusters) {

@@ -9,7 +9,7 @@
 //     matmul_backward_weight     dweight = scale * dout^T @ inp                            dweight =
 //
 // inp (rows,C), weight (OC,C), out, dout (rows,OC), bias (OC); in matmul_backward_inp_gelu, inp is GELU's. (With
-// MODEL_RELU2, out is not written, and inp is the result: see gelu.cuh.)
+// MODEL_RELU2, out is neither written nor rounded, and inp is the result: see gelu.cuh.)
 //
 // Two kernels have a side job. In matmul_forward_gelu, the epilogue only writes out's strips to shared memory; a fourth
 // warpgroup applies GELU and stores both by TMA. In matmul_backward_inp_gelu, the epilogue has time to multiply by
@@ -75,7 +75,7 @@ MATMUL matmul_forward_narrow(MAP out, MAP inp, MAP weight, const element* bias, 
 
 #if MODEL_RELU2
 // Squared ReLU takes no special function, and out is not stored: the backward pass reads the result. So the consumers
-// apply it, and GELU's warpgroup is idle.
+// apply it, and GELU's warpgroup, launched all the same, is idle.
 extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP, 1)
 matmul_forward_gelu(MAP, MAP gelu_out, MAP inp, MAP weight, const element* bias, int M, int N, int K, int band) {
     matmul<WIDE_BN, 0, 0, true>(

@@ -54,7 +54,7 @@ static_assert(MATMUL_FP8_GELU_SHARED ==
                   (MATMUL_STAGES * (BM + GELU_BN) * BK + 2 * GELU_CONSUMERS * STRIP) * sizeof(element),
               "shared memory: the steps, and two strips for each consumer");
 
-#if MATMUL_FP8_QKNORM && defined(MODEL_QK_SCALE)
+#ifdef MODEL_QK_SCALE
 #include "rope.cuh"
 
 // acc * factor + bias, then its queries and keys normalized, scaled and rotated, as qknorm.cu does, but before they are

@@ -220,7 +220,7 @@ class Fp8Linear(NamedTuple):
 
     fuses = False
     fuses_gelu = property(lambda self: self.fp8.fuses_gelu)
-    fuses_qknorm = property(lambda self: bool(self.fp8.device.geometry.MATMUL_FP8_QKNORM))
+    fuses_qknorm = True
 
     def place_inp(self, inp, again=False):
         """Where a normalization writes inp (N,C): a Quantized. again: for the backward pass, which recomputes it."""

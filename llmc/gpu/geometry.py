@@ -57,7 +57,7 @@ KERNELS = {  # layer, after "hopper/" if there is a file for Hopper alone -> its
     "fp8": kernels("quantize", "prepare_scales"),
     "norm_fp8": kernels(residual_layernorm_forward_fp8="NORM_SHARED", residual_rmsnorm_forward_fp8="NORM_SHARED"),
     "classifier": kernels(classifier="CLASSIFIER_SHARED"),
-    "hopper/classifier_capped": kernels(classifier_capped="CAPPED_SHARED"),  # replaces the one above and the one below
+    "hopper/classifier_capped": kernels(classifier_capped="CAPPED_SHARED"),  # bfloat16: instead of two others
     "logits_bias": kernels("logits_bias_backward"),
     "transpose": kernels("transpose"),
     "column_sums": kernels("column_sums"),
@@ -70,14 +70,17 @@ ATTENTION_FP8 = kernels(attention_backward_dquery_fp8="ATTENTION_DQUERY_SHARED",
 UPDATE = {"UPDATE_THREADS": 256, "UPDATE_LOSS_THREADS": 1024, "UPDATE_ADAMW_NUMBERS": 4, "UPDATE_CHUNK": UPDATE_CHUNK}
 
 
-def check_sizes(config, fp8=False):
-    """Raise UserError for a model that the kernels do not support."""
+def check_sizes(config, fp8=False, qknorm=False):
+    """Raise UserError for a model that the kernels do not support; qknorm: those that normalize queries and keys."""
     C, HS, F, Vp = config.C, config.HS, config.F, config.Vp
     if fp8 and (C % 16 or F % 16):
         raise UserError(f"C={C}, F={F}: --dtype fp8 expects multiples of 16: pass --dtype bfloat16")
     if fp8 and (Vp % 16 or Vp > CLASSIFIER_ROW // 2):
         raise UserError(f"{Vp} rows of the classifier's weight: --dtype fp8 expects a multiple of 16, up to"
                         f" {CLASSIFIER_ROW // 2}: pass --dtype bfloat16")
+    if qknorm and HS & HS - 1:
+        raise UserError(f"heads of {HS} channels: on a GPU, QK-norm expects 16, 32, 64 or 128; train this model on the"
+                        f" CPU: python {type(config).__module__}.py")
     if HS % 16 or HS > 128 or C > 8192 or C % 8 or F % 8:
         raise UserError(f"C={C} with NH={config.NH} heads of {HS} channels, F={F}: the GPU kernels expect C and F to be"
                         " multiples of 8, C up to 8192, heads of 16, 32, ... 128; train this model on the CPU:"
@@ -108,7 +111,7 @@ def kernel_files(architecture, config, precision, arch, matmul="auto"):
         shared, numbers = KERNELS[name], geometry.get(layer, {})
         if layer == "attention" and hopper_attention(config, precision, arch):
             name, shared = "hopper/attention", shared | (ATTENTION_FP8 if precision.fp8 else {})
-        if layer == "matmul_fp8" and "qknorm" in layers and numbers["MATMUL_FP8_QKNORM"]:
+        if layer == "matmul_fp8" and "qknorm" in layers:
             shared = shared | kernels(matmul_fp8_qknorm="MATMUL_FP8_GELU_SHARED")
         files[layer] = KernelFile(name, tuple(shared), constants | numbers,
                                   {kernel: numbers[constant] for kernel, constant in shared.items() if constant})
@@ -140,8 +143,7 @@ def layer_geometry(config, precision, arch):
         "attention": attention_geometry(config, precision, arch),
         "matmul": matmul, "matmul_swiglu": matmul,
         # columns of a tile of a result of C columns, whose inner dimension is long; 1600 is a multiple of 160
-        "matmul_fp8": matmul | {"MATMUL_FP8_LONG_BN": 160 if C % 192 and C % 160 == 0 else 192,
-                                "MATMUL_FP8_QKNORM": int(128 % config.HS == 0)},  # whether a tile has whole heads
+        "matmul_fp8": matmul | {"MATMUL_FP8_LONG_BN": 160 if C % 192 and C % 160 == 0 else 192},
         "fp8": {"FP8_SIDE": 64, "FP8_THREADS": 128, "FP8_HISTORY": FP8_HISTORY},
         "classifier": classifier_geometry(config, precision, arch),
         "classifier_capped": capped_geometry(config, precision, arch),
@@ -228,11 +230,13 @@ def classifier_geometry(config, precision, arch):
 
 def capped_geometry(config, precision, arch):
     """CLUSTER: blocks that share a row, 0 if not used. COLUMNS of each, and WARPS, each for 1024 columns. STAGES: rows
-    that a multiprocessor, which has one block, holds at once."""
+    that a multiprocessor, which has one block, holds at once: 220 KB. SMS: multiprocessors for each cluster, as not all
+    of an H100's 132 fit into clusters of 4."""
     if not hopper_matmul(precision, arch) or config.Vp > CLASSIFIER_ROW // 2:
-        return {"CAPPED_CLUSTER": 0}
+        return {"CAPPED_CLUSTER": 0, "CAPPED_SMS": 2}
     cluster = 2 if config.Vp <= CLASSIFIER_ROW // 4 else 4
     columns = blocks(config.Vp, 16 * cluster) * 16
-    stages = min(8, (220 << 9) // columns)
+    stages = min(8, (220 << 10) // (2 * columns))
     return {"CAPPED_CLUSTER": cluster, "CAPPED_COLUMNS": columns, "CAPPED_WARPS": blocks(columns, 1024),
-            "CAPPED_STAGES": stages, "CAPPED_SHARED": 2 * stages * columns, "CLASSIFIER_FP8": int(precision.fp8)}
+            "CAPPED_SMS": 2 if cluster == 2 else 5, "CAPPED_STAGES": stages, "CAPPED_SHARED": 2 * stages * columns,
+            "CLASSIFIER_FP8": int(precision.fp8)}

@@ -39,7 +39,7 @@ STATIC_SHARED = 10 << 10  # bytes of shared memory that attention's kernels decl
 def open_device(architecture, gpu, config, precision, matmul="auto", text=False):
     """(Device with this model's kernels, Matmul). text: with a Decoder's kernels, too. Raises UserError for a model
     that is too large for the kernels or this GPU."""
-    check_sizes(config, precision.fp8)
+    check_sizes(config, precision.fp8, "qknorm" in architecture.KERNELS)
     files = kernel_files(architecture, config, precision, gpu.arch, matmul)
     needed = max(files["attention"].shared.values()) + STATIC_SHARED
     if needed > gpu.shared:
@@ -206,13 +206,14 @@ class Trainer(ForwardPasses):
             architecture = zero.on_several(architecture, zero.SharedPasses)
             optimizer = zero.on_several(optimizer, zero.SharedUpdate)
         super().__init__(architecture, config, settings, matmul)
-        self.ranks, self.precision, device = ranks, (precision := settings.precision), self.device
-        if ranks.size > 1:  # before check_memory, as NCCL takes memory, too
+        self.ranks, self.precision, device = ranks, settings.precision, self.device
+        if ranks.size > 1:  # before check_memory, as a communicator takes memory; its messages' buffers are RESERVE's
             self.peers = zero.Nccl(ranks)
         zeros = self.peers.allocate if self.peers else lambda size: cp.zeros(size, np.uint8)
         self.plan = check_memory(architecture, config, settings, device, text)
         with device.stream:
-            tables = [architecture.parameter_table(config, dtype) for dtype in (precision.dtype, precision.grads)]
+            tables = [architecture.parameter_table(config, dtype) for dtype in (
+                self.precision.dtype, self.precision.grads)]
             self.params, self.grads = (views(table, zeros(table_bytes(table))) for table in tables)
             self.shares = Shares(self.params.table, ranks.size, optimizer.DECAY * settings.weight_decay,
                                  settings.decay == "all", rates=optimizer.RATES)
