@@ -23,7 +23,6 @@ HellaSwag: llm.c's acc_norm.
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -37,7 +36,7 @@ from llmc.files import HELLASWAG
 from llmc.hellaswag import count_correct, load_examples
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.progress import print_table
-from llmc.resume import model_file, newest_checkpoint, notes_of
+from llmc.resume import model_file, newest_checkpoint, read_notes
 from llmc.tensors import table_bytes
 from llmc.api import load_model, load_with_vocabulary, on_gpu
 from prepro.common import progress_bar
@@ -226,10 +225,10 @@ def data_of_run(model):
     if not os.path.exists(os.path.join(model, "config.json")):
         model_file(model)  # raises UserError if there is no model
     step = newest_checkpoint(model)
-    with notes_of(model, step) if step is not None else contextlib.nullcontext({}) as notes:
-        if "data" in notes:
-            train = notes["data"]
-            return notes["val_data"] or (validation_name(train) if names_shards(train) else train)
+    notes = read_notes(model, step) if step is not None else {}
+    if "data" in notes:
+        train = notes["data"]
+        return notes["val_data"] or (validation_name(train) if names_shards(train) else train)
     raise UserError(f"{model}: names no data to evaluate on: pass --data FILES, or --hellaswag FILE, or both")
 
 

@@ -39,7 +39,7 @@ from llmc.dataloader import open_tokens
 from llmc.debugstate import write_debug_state
 from llmc.errors import Parser, UserError, import_package, run_main
 from llmc.files import make_directory, replacing
-from llmc.huggingface import LLAMA_SIZES, TRANSPOSED, gpt2_slices, halves, llama_slices
+from llmc.huggingface import LLAMA_SIZES, gpt2_slices, llama_slices, to_theirs
 from llmc.resume import model_file, newest_checkpoint
 from llmc.sampler import end_of_text
 from llmc.tokenizer import FOLDER_FILES
@@ -122,12 +122,8 @@ def write_hf_folder(model, folder):
         "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": eot, "eos_token_id": eot,
         "tie_word_embeddings": True,
     }  # fmt: skip
-    if architecture is Llama3:
-        state = {name: halves(view, heads) for name, view, heads in llama_slices(config, params)}
-    else:
-        state = {f"transformer.{module_name}": view.T if name in TRANSPOSED else view
-                 for name, module_name, view in gpt2_slices(config, params)}
-    state = {name: np.ascontiguousarray(view) for name, view in state.items()}
+    of, prefix = (llama_slices, "") if architecture is Llama3 else (gpt2_slices, "transformer.")
+    state = {prefix + name: np.ascontiguousarray(to_theirs(view, order)) for name, view, order in of(config, params)}
     save = import_package("safetensors.numpy", "a Hugging Face folder").save
     files = {"model.safetensors": save(state, metadata={"format": "pt"}), **tokenizer_files,
              "config.json": json.dumps(hf, indent=2).encode()}  # last: it makes this a Hugging Face folder

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from llmc.debugstate import DebugState, fingerprint
 from llmc.errors import UserError
-from llmc.huggingface import gpt2_slices, halves, llama_slices, neighbors
+from llmc.huggingface import gpt2_slices, llama_slices, to_ours, to_theirs
 from llmc.tensors import allocate
 from train_gpt2 import GPT2
 from train_llama3 import Llama3, rope_table
@@ -265,13 +265,13 @@ def generate(model, tokens, length, generator, top_k=40):
 
 
 def module_slices(config, tensors):
-    """Yield (module's name, NumPy view, heads) for every parameter of the reference, as llama_slices does."""
+    """Yield (module's name, NumPy view, order) for every parameter of the reference, as llama_slices does."""
     if page_of(config) is Llama3:
         return llama_slices(config, tensors)
     if page_of(config) is Speedrun:
         return ((name, getattr(tensors, name)[: config.V if row.vocabulary else None], 0)
                 for name, row in tensors.table.items())
-    return ((module_name, view, 0) for _, module_name, view in gpt2_slices(config, tensors))
+    return ((name, view, 0) for name, view, _ in gpt2_slices(config, tensors))  # the reference's are (out, in)
 
 
 def to_reference(config, params, flash=False, dtype=torch.float32):
@@ -279,8 +279,8 @@ def to_reference(config, params, flash=False, dtype=torch.float32):
     page = page_of(config)
     with torch.device("meta"):
         model = REFERENCES[page](config, *[flash] * (page is GPT2))
-    state = {name: torch.from_numpy(np.array(halves(view, heads))).to(dtype)
-             for name, view, heads in module_slices(config, params)}
+    state = {name: torch.from_numpy(np.array(to_theirs(view, order))).to(dtype)
+             for name, view, order in module_slices(config, params)}
     model.load_state_dict(state, assign=True)
     return model
 
@@ -288,8 +288,8 @@ def to_reference(config, params, flash=False, dtype=torch.float32):
 def collect_gradients(config, model, dtype="float32"):
     """Return the reference's gradients in our layout; padding is 0."""
     tensors, parameters = allocate(page_of(config).parameter_table(config, dtype)), dict(model.named_parameters())
-    for name, view, heads in module_slices(config, tensors):
-        view[...] = neighbors(parameters[name].grad.numpy(), heads)
+    for name, view, order in module_slices(config, tensors):
+        view[...] = to_ours(parameters[name].grad.numpy(), order)
     return tensors
 
 

@@ -46,7 +46,7 @@ from llmc.files import replacing
 from llmc.gpu.decoder import open_decoder
 from llmc.gpu.device import count_gpus, cp, gpu_errors_as_lines, open_gpu
 from llmc.gpu.fp8 import Fp8
-from llmc.gpu.matmul import Linear
+from llmc.gpu.matmul import Linear, Matmul
 from llmc.gpu.precision import Precision, flops_per_token, peak_flops
 from llmc.sampler import Choice
 from llmc.settings import Settings
@@ -436,9 +436,6 @@ def bench_attention(args):
 # ----------------------------------------------------------------------------------------------------------------------
 # matmul
 
-METHODS = {"forward": "forward", "dinp": "backward_inp", "dweight": "backward_weight"}
-
-
 def bench_matmul(args):
     """The matmuls of a training step, each by itself: our kernels beside cuBLASLt's first proposal.
 
@@ -456,7 +453,7 @@ def bench_matmul(args):
     with device.stream:
         matmul.allocate()
         fp8 = precision.fp8 and Fp8(matmul, allocate(parameter_table(config, precision.dtype), cp), 16)
-        for B, (name, *sizes), kind in itertools.product(args.b, weights, METHODS):
+        for B, (name, *sizes), kind in itertools.product(args.b, weights, ("forward", "dinp", "dweight")):
             if fp8 and name == "attproj":
                 continue
             ways, out, inner, rule = fp8_ways(fp8, name, kind, B * T, *sizes) if fp8 else matmul_ways(
@@ -485,20 +482,21 @@ def matmul_ways(matmul, kind, N, C, OC):
     grads = Row((), matmul.precision.grads).stored_as
     out = cp.empty({"forward": (N, OC), "dinp": (N, C), "dweight": (OC, C)}[kind],
                    grads if kind == "dweight" else inp.dtype)
-    linear, options = Linear(matmul, weight, None, out), []
-    inner, given, library, rule = {
-        "forward": (C, (inp, weight, None), (inp, weight.T), lambda: linear.forward(out, inp)),
-        "dinp": (OC, (dout, weight, 1.0), (dout, weight), lambda: linear.backward_inp(out, dout)),
-        "dweight": (N, (dout, inp, 1.0), (dout.T, inp), lambda: linear.backward_weight(dout, inp))}[kind]
+    ours, options = Matmul(device, matmul.precision, "kernels"), []
+    ours.workspace = matmul.workspace
+    inner, library, call = {
+        "forward": (C, (inp, weight.T), lambda linear, **option: linear.forward(out, inp, **option)),
+        "dinp": (OC, (dout, weight), lambda linear: linear.backward_inp(out, dout)),
+        "dweight": (N, (dout.T, inp), lambda linear, **option: linear.backward_weight(dout, inp, **option))}[kind]
     if matmul.kernels:
         few = -(-OC // g.MATMUL_BM) * -(-C // g.MATMUL_BN) <= 2 * device.sm_count
         options = {"forward": [{"columns": width} for width in (g.MATMUL_BN, g.MATMUL_NARROW_BN)], "dinp": [{}],
                    "dweight": [{"splits": splits} for splits in (1, 2, 3, 4, 5, 7, 9, 11)
                                if splits == 1 or few and N >= 256 * splits]}[kind]
     ways = {" ".join(f"{value} {name}" for name, value in option.items()) or "ours": functools.partial(
-        getattr(matmul.kernels, METHODS[kind]), out, *given, **option) for option in options}
+        call, Linear(ours, weight, None, out), **option) for option in options}
     ways["cuBLASLt"] = functools.partial(matmul.cublaslt.multiply, out, *library)
-    return ways, out, inner, rule
+    return ways, out, inner, functools.partial(call, Linear(matmul, weight, None, out))
 
 
 def fp8_ways(fp8, name, kind, N, C, OC):
@@ -525,7 +523,7 @@ def fp8_ways(fp8, name, kind, N, C, OC):
         ours_a = random(N, OC, of_dlogits)[1]
     operands = ours_a, scale, ours_b, scale
     if kind == "dweight" or of_dlogits is torch.float8_e5m2:
-        kernel = ("classifier_" if name == "logits" else "") + METHODS[kind].removeprefix("backward_")
+        kernel = ("classifier_" if name == "logits" else "") + {"dinp": "inp", "dweight": "weight"}[kind]
         call = functools.partial(fp8.multiply_long, kernel, out, *operands, 1.0, across)
     else:
         call = functools.partial(fp8.multiply, out, *operands)

@@ -16,10 +16,10 @@ BUDGETS = {  # what: (files, as git's patterns), lines at most; tests/test_house
     "train_llama3_cuda.py": (("train_llama3_cuda.py",), 400),
     "train_speedrun.py": (("train_speedrun.py",), 400),
     "train_speedrun_cuda.py": (("train_speedrun_cuda.py",), 400),
-    "llmc/": (("llmc/*.py", ":!llmc/gpu"), 3214),  # today's; the goal is 3,100
-    "llmc/gpu/": (("llmc/gpu/*.py",), 3021),  # today's; the goal is 2,600
-    "kernels/": (("kernels",), 6513),  # today's; the goal is 6,000
-    "tests/": (("tests/*.py",), 8086),  # today's; the goal is 8,000
+    "llmc/": (("llmc/*.py", ":!llmc/gpu"), 3100),
+    "llmc/gpu/": (("llmc/gpu/*.py",), 3007),  # today's; the goal is 2,600
+    "kernels/": (("kernels",), 6651),  # today's; the goal is 6,000
+    "tests/": (("tests/*.py",), 8000),
     "look/": (("look.py", "look"), 1094),  # today's; the goal is 900
     "dev/": (("dev/*.py", "dev/*.cu", "dev/*.cuh", "dev/*.md"), 5500),
     "doc/": (("doc/*.md",), 2300),

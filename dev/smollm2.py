@@ -20,7 +20,7 @@ import numpy as np
 from export_weights import llama_hf_config
 from llmc.errors import UserError, import_package, run_main
 from llmc.files import make_directory, replacing
-from llmc.huggingface import halves, llama_slices
+from llmc.huggingface import llama_slices, to_theirs
 from llmc.tensors import allocate
 from train_llama3 import Config, parameter_table
 
@@ -57,10 +57,10 @@ def convert(path, folder):
     value = {name: field.contents() for name, field in reader.fields.items()}
     config = Config(**{ours: value[f"llama.{theirs}"] for ours, theirs in SIZES.items()})
     stored, weights = {tensor.name: tensor for tensor in reader.tensors}, {}
-    for name, _, heads in llama_slices(config, allocate(parameter_table(config))):
+    for name, _, order in llama_slices(config, allocate(parameter_table(config))):
         theirs = stored[functools.reduce(lambda text, pair: text.replace(*pair), NAMES.items(), name)]
         weight = gguf.quants.dequantize(theirs.data, theirs.tensor_type).astype(np.float32)
-        weights[name] = np.ascontiguousarray(halves(weight, heads))  # llama.cpp's rows have our order
+        weights[name] = np.ascontiguousarray(to_theirs(weight, order))  # llama.cpp's rows have our order
     tokens = value["tokenizer.ggml.tokens"]
     ids = [value[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos")]
     names = dict(tokenizer_class="PreTrainedTokenizerFast", chat_template=value["tokenizer.chat_template"],

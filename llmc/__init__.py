@@ -9,10 +9,8 @@
     huggingface, vocabulary   Hugging Face's folders; text to ids and back
     resume      a run's checkpoints: saving one, resuming from one
     dataloader, shuffle   token files, and the order in which they are read
-    logger, progress, llmc_lines   main.log and main.csv; what a run prints: header, step lines, a progress bar on a
-                terminal; llm.c's lines instead
-    hellaswag, tokenizer, sampler, schedulers; outliers: which updates to skip
-    threads     OpenBLAS's settings, and threads for what NumPy does on one core
+    logger, progress, llmc_lines   main.log and main.csv; what a run prints; llm.c's lines instead
+    hellaswag, tokenizer, sampler, schedulers; outliers: which updates to skip; threads
     errors      one line and an exit status for every error that a user can cause; Ctrl-C and SIGTERM
     single_process   the ranks of a run of one process; llmc/gpu/several/ranks.py has those of several GPUs
     gpu/        what only a run on GPUs uses

@@ -8,7 +8,6 @@
 import importlib
 import math
 import os
-import sys
 from numbers import Integral, Real
 
 import numpy as np
@@ -20,7 +19,6 @@ from llmc.huggingface import read_hf_folder
 from llmc.resume import model_file
 from llmc.sampler import Choice, Random, draw, end_of_text
 from llmc.tensors import check_finite
-from llmc.threads import NUMPY_WAS_FIRST
 from llmc.tokenizer import keep_tokenizer
 from llmc.vocabulary import load_vocabulary
 
@@ -90,11 +88,11 @@ def check_numbers(whence, **values):
 class Model:
     """A model on the CPU."""
 
-    OPTIONS = "beta1", "beta2", "eps", "weight_decay", "grad_clip"
+    OPTIONS = "beta1", "beta2", "eps", "weight_decay", "grad_clip", "B", "T", "dtype"
 
     def __init__(self, path, tokenizer="", **options):
         """path: a run's directory, a .bin file or a Hugging Face folder; tokenizer: a file, if it is not beside the
-        model; options: of AdamW, with the trainer's defaults. Raises UserError for files or options that are wrong."""
+        model; options: of the trainer, B, T and dtype on a GPU. Raises UserError if these are wrong."""
         if unknown := options.keys() - set(self.OPTIONS):
             raise UserError(f"{min(unknown)}: no such option: expected tokenizer, {', '.join(self.OPTIONS)}")
         architecture, self.config, params, self.tokenizer = load_with_vocabulary(path, tokenizer)
@@ -185,8 +183,6 @@ class Model:
         write_model(path, self.config, params, version)
 
     def open(self, architecture, params, options):
-        if NUMPY_WAS_FIRST:
-            print("note: NumPy was imported before llmc, and may be slower: import llmc first", file=sys.stderr)
         self.settings, self.T = architecture.Settings(**options), self.config.maxT
         self.settings.check()
         self.model, self.room, self.room_to_train = architecture(self.config, params), (0, 0), (0, 0)
@@ -219,8 +215,6 @@ class Model:
 class GpuModel(Model):
     """A model on the GPU. Memory for batches of B sequences of T tokens is allocated at the start; a training step
     needs a full batch. dtype: "bfloat16", "fp8" or "float32"."""
-
-    OPTIONS = *Model.OPTIONS, "B", "T", "dtype"
 
     def open(self, architecture, params, options):
         from llmc.gpu.device import open_gpu

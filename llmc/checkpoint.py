@@ -2,7 +2,6 @@
 model has version 1 (float32, V rows in the vocabulary's tensors), 3 (float32, Vp rows) or 5 (bfloat16, Vp rows)."""
 
 import dataclasses
-import itertools
 import os
 import zlib
 from typing import NamedTuple
@@ -10,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.files import (FILE_CHUNK, HEADER_BYTES, OPTIMIZER_MAGIC, check_size, chunks, export_hint, make_header,
-                        open_input, read_header, read_into, replacing)
+from llmc.files import (HEADER_BYTES, OPTIMIZER_MAGIC, check_size, chunks, export_hint, make_header, open_input,
+                        read_header, read_into, replacing)
 from llmc.shuffle import Position, read_shuffle, write_shuffle
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32, check_finite, flat, table_elements
 
@@ -31,22 +30,6 @@ def without_padding(config, params, V):
     return dataclasses.replace(config, V=V)
 
 
-def read_config(f, architecture, hint):
-    """Return (version, Config) from the header of an open model checkpoint; raises UserError for an invalid field."""
-    header = read_header(f, architecture.MAGIC, hint, architecture.Config.HEADER_BYTES)
-    version = int(header[1])
-    if version not in (1, 3, 5):
-        raise UserError(f"{f.name}: model version {version}, expected 1, 3 or 5 (2 and 4 are mixed layouts that llm.c"
-                        f" used for three days in May 2024); {hint}")
-    config = architecture.Config.from_header(header)
-    for field in dataclasses.fields(config):
-        if field.default is dataclasses.MISSING and (value := getattr(config, field.name)) < 1:
-            raise UserError(f"{f.name}: header field {field.name} is {value}, expected at least 1; {hint}")
-    if wrong := config.fault():
-        raise UserError(f"{f.name}: {wrong}; {hint}")
-    return version, config
-
-
 def tensors_in_file(config, params, version):
     """Yield the tensors of a checkpoint, flat, in its order; of the vocabulary's, the rows that the file has."""
     rows = config.Vp if config.PADDED and version != 1 else config.V
@@ -59,19 +42,26 @@ def read_model(path, architecture, hint=None):
     """(config, params) of a file: float32, Vp rows, a multiple of 128. Raises UserError for damage, NaN, infinity."""
     hint = hint or export_hint(path)
     with open_input(path, hint) as f:
-        version, stored = read_config(f, architecture, hint)
+        header = read_header(f, architecture.MAGIC, hint, architecture.Config.HEADER_BYTES)
+        version, stored = int(header[1]), architecture.Config.from_header(header)
+        if version not in (1, 3, 5):
+            raise UserError(f"{path}: model version {version}, expected 1, 3 or 5 (2 and 4 are mixed layouts that"
+                            f" llm.c used for three days in May 2024); {hint}")
+        for field in dataclasses.fields(stored):
+            if field.default is dataclasses.MISSING and (value := getattr(stored, field.name)) < 1:
+                raise UserError(f"{path}: header field {field.name} is {value}, expected at least 1; {hint}")
+        if wrong := stored.fault():
+            raise UserError(f"{path}: {wrong}; {hint}")
         size = stored.HEADER_BYTES + sum(size for _, size in stored.file_tensors()) * (2 if version == 5 else 4)
         check_size(f, size, f"version {version}, {stored.describe()}", hint)
         config = dataclasses.replace(stored, Vp=padded(stored.Vp))
         params = allocate(architecture.parameter_table(config))
         for tensor in tensors_in_file(stored, params, version):
             for piece in chunks(tensor):
+                data = np.empty(piece.size, np.uint16) if version == 5 else piece
+                read_into(f, data)
                 if version == 5:
-                    bits = np.empty(piece.size, np.uint16)
-                    read_into(f, bits)
-                    bf16_to_float32(bits, out=piece)
-                else:
-                    read_into(f, piece)
+                    bf16_to_float32(data, out=piece)
     config = without_padding(config, params, config.V)  # whatever a file holds there
     check_finite(path, params, hint)
     return config, params
@@ -111,11 +101,6 @@ class Owned:
 
     rank, ranks = 0, 1  # llmc/gpu/several/zero.py has the share of one of several
 
-    def name_at(self, index):
-        """The tensor that an element of an array belongs to."""
-        ends = itertools.accumulate(row.size for row in self.table.values())
-        return next(name for name, end in zip(self.table, ends) if index < end)
-
     def in_file(self, has_exact):
         """{name: array} in the order of a state file; None: there is no room for float32 weights."""
         return self.state | ({"float32 weights": self.exact} if has_exact else {})
@@ -123,10 +108,8 @@ class Owned:
     def check(self, where, hint):
         """Raise UserError for values that are not finite."""
         for kind, array in self.in_file(self.exact is not None).items():
-            for i, piece in enumerate(chunks(array)):
-                if not (finite := np.isfinite(piece)).all():
-                    name = self.name_at(i * FILE_CHUNK + int(finite.argmin()))
-                    raise UserError(f"{where}: the optimizer's {kind}: tensor {name} holds NaN or infinity; {hint}")
+            if not all(np.isfinite(piece).all() for piece in chunks(array)):
+                raise UserError(f"{where}: the optimizer's {kind}: NaN or infinite values; {hint}")
 
     def read(self, f, header, hint):
         """Fill the arrays from an open state file; returns the offset of the data order after them."""

@@ -45,7 +45,7 @@ class TokenFile:
 
     def __init__(self, path, V, least=1, why=""):
         self.path, self.V, self.hint = path, V, (hint := tokens_hint(str(path)))
-        with self.open() as f:
+        with open_input(path, hint) as f:
             size, found = os.fstat(f.fileno()).st_size, int.from_bytes(f.read(4), "little")
             if found in KINDS:
                 f.seek(0)
@@ -63,9 +63,6 @@ class TokenFile:
         if self.size < least:
             raise UserError(f"{path}: {self.size} tokens, expected at least {least}{why}")
 
-    def open(self):
-        return open_input(self.path, self.hint)
-
     def read(self, f, start, count):
         """Read tokens start .. start + count - 1 from the open file; raises UserError for an id outside 0 .. V - 1."""
         tokens = np.empty(count, self.dtype)
@@ -75,7 +72,7 @@ class TokenFile:
         return tokens
 
     def check(self, count):
-        with self.open() as f:
+        with open_input(self.path, self.hint) as f:
             for start in range(0, min(count, self.size), FILE_CHUNK):
                 self.read(f, start, min(FILE_CHUNK, self.size - start))
 
@@ -211,9 +208,6 @@ class DataLoader:
     def read(self, number, rows):
         """Return inputs and targets (rows, T), int32, of rows of shard `number`; row i is T+1 tokens from i*T on."""
         shard, T = self.shards[number], self.T
-        with shard.open() as f:
-            if rows.step == 1:
-                tokens = shard.read(f, rows.start * T, len(rows) * T + 1).astype(np.int32)
-                return tokens[:-1].reshape(-1, T), tokens[1:].reshape(-1, T)
+        with open_input(shard.path, shard.hint) as f:
             tokens = np.stack([shard.read(f, row * T, T + 1) for row in rows]).astype(np.int32)
             return tokens[:, :-1], tokens[:, 1:]

@@ -33,8 +33,6 @@ def import_package(module, user):
 
 def run_main(main):
     """Run `main()` and exit with the status that it returns, 1 for an error that a user can cause, 130 for Ctrl-C."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # None if it is closed, by `>&-` say
-        setattr(sys, name, getattr(sys, name) or open(os.devnull, mode))
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # a file name may not be printable
     try:
         status = main()
@@ -97,12 +95,9 @@ class Interruption:
             discard_stdout()
             self.received = self.received or signal.SIGHUP
 
-    def agreed(self):
-        """Return the signal to stop on, or None. All ranks call this together, and get the same."""
-        return self.ranks.largest(self.received)
-
     def check(self):
-        if (number := self.agreed()) is not None:
+        """Raise Interrupted after a signal of any rank. All ranks call this together."""
+        if (number := self.ranks.largest(self.received)) is not None:
             raise Interrupted(number)
 
     def watching(self, steps):

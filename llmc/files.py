@@ -4,7 +4,6 @@ writes to a temporary file that is renamed when complete."""
 import contextlib
 import os
 import re
-from pathlib import Path
 
 import numpy as np
 
@@ -38,8 +37,6 @@ def export_hint(path):
 def open_input(path, hint):
     """Open a file for reading. Raises UserError, whose message ends in `hint`: how to get such a file."""
     try:
-        if Path(path).is_fifo():  # would wait for a writer
-            raise OSError(0, "it is a pipe, expected a file")
         return open(path, "rb")
     except FileNotFoundError:
         raise UserError(f"{path or repr(path)}: no such file; {hint}") from None
@@ -105,8 +102,7 @@ def make_directory(path):
 
 def make_header(magic, version, *fields):
     header = np.zeros(256, "<i4")
-    header[0], header[1] = magic, version
-    header[2 : 2 + len(fields)] = fields
+    header[: 2 + len(fields)] = magic, version, *fields
     return header
 
 

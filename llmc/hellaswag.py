@@ -24,17 +24,18 @@ class Example(NamedTuple):
     label: int  # the right one
 
 
-def read_examples(path, V):
-    """Read all Examples of a file; raises UserError if it is damaged, or has token ids of V or more."""
+def load_examples(path, V, T, count=0, hint="pass -t"):
+    """Read the first `count` Examples of a file (0: all). Raises UserError if it is damaged, has token ids of V or more
+    or an example longer than T allows: with cut examples it would be another benchmark."""
     with open_input(path, HELLASWAG_HINT) as f:
         header = read_header(f, EXAMPLES_MAGIC, HELLASWAG_HINT)
         data = f.read()
-    version, count = int(header[1]), int(header[2])
-    if version not in NUMBERS or count < 1 or len(data) % (2 * version):
-        raise UserError(f"{path}: version {version} with {count} examples in {len(data)} bytes, expected version 1 or"
+    version, total = int(header[1]), int(header[2])
+    if version not in NUMBERS or total < 1 or len(data) % (2 * version):
+        raise UserError(f"{path}: version {version} with {total} examples in {len(data)} bytes, expected version 1 or"
                         f" 2, at least one example, and 2 or 4 bytes a number; {HELLASWAG_HINT}")
     numbers, examples, end = np.frombuffer(data, NUMBERS[version]), [], 0
-    for index in range(count):
+    for index in range(total):
         begin, parts = end, []
         head, end = numbers[begin : begin + 5].tolist(), begin + 5
         for _ in range(1 + ENDINGS):
@@ -43,18 +44,12 @@ def read_examples(path, V):
             end += 1 + length
         if (head != [BEGIN, 2 * version * (end - begin), index, *head[3:4], ENDINGS] or head[3] >= ENDINGS
                 or end > len(numbers) or min(map(len, parts)) == 0):
-            raise UserError(f"{path}: record {index} of {count} is damaged; {HELLASWAG_HINT}")
+            raise UserError(f"{path}: record {index} of {total} is damaged; {HELLASWAG_HINT}")
         check_ids(path, np.concatenate(parts), V)
         examples.append(Example(parts[0], parts[1:], head[3]))
     if end != len(numbers):
         raise UserError(f"{path}: {len(numbers) - end} numbers after the last record, expected 0; {HELLASWAG_HINT}")
-    return examples
-
-
-def load_examples(path, V, T, count=0, hint="pass -t"):
-    """Read the first `count` Examples of a file (0: all). Raises UserError if one is longer than T allows: with cut
-    examples it would be another benchmark."""
-    examples = read_examples(path, V)[: count or None]
+    examples = examples[: count or None]
     longest = max(len(example.context) + max(map(len, example.endings)) for example in examples)
     if longest > T + 1:  # the last token is only a target
         raise UserError(f"{path}: its longest example has {longest} tokens, expected at most {T + 1}, for a"

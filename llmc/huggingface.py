@@ -72,7 +72,7 @@ def whole_numbers(hf, names, path):
 
 
 def llama_slices(config, tensors):
-    """Yield (module's name, NumPy view, heads) of every weight, without padding. heads: 0, or their number where RoPE
+    """Yield (module's name, NumPy view, order) of every weight, without padding. order: 0, or the heads where RoPE
     turns pairs of rows, which are neighbors here; Hugging Face stores all first rows of a head, then all second."""
     Q, K, F = config.Q, config.K, config.F
     rows = {"self_attn.q_proj": (0, Q), "self_attn.k_proj": (Q, Q + K), "self_attn.v_proj": (Q + K, Q + 2 * K),
@@ -88,16 +88,6 @@ def llama_slices(config, tensors):
         yield "lm_head.weight", tensors.lm_head[: config.V], 0
 
 
-def neighbors(weight, heads):
-    """Hugging Face's order of rows -> ours."""
-    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape) if heads else weight
-
-
-def halves(weight, heads):
-    """The inverse of `neighbors`: our order of rows -> Hugging Face's."""
-    return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape) if heads else weight
-
-
 # GPT-2
 GPT2_LAYER = {  # our name -> the module's name within a layer
     "ln1w": "ln_1.weight", "ln1b": "ln_1.bias", "qkvw": "attn.c_attn.weight", "qkvb": "attn.c_attn.bias",
@@ -105,7 +95,6 @@ GPT2_LAYER = {  # our name -> the module's name within a layer
     "fcw": "mlp.c_fc.weight", "fcb": "mlp.c_fc.bias", "fcprojw": "mlp.c_proj.weight", "fcprojb": "mlp.c_proj.bias",
 }  # fmt: skip
 GPT2_GLOBAL = {"wte": "wte.weight", "wpe": "wpe.weight", "lnfw": "ln_f.weight", "lnfb": "ln_f.bias"}
-TRANSPOSED = ("qkvw", "attprojw", "fcw", "fcprojw")  # Hugging Face's GPT-2 keeps these as (in, out)
 GPT2_EXPECTED = {  # what this GPT-2 computes
     "model_type": ("gpt2",), "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
@@ -116,14 +105,14 @@ GPT2_FIELDS = {*GPT2_SIZES.values(), *GPT2_EXPECTED, "n_inner"}
 
 
 def gpt2_slices(config, tensors):
-    """Yield (our name, module's name, NumPy view) for every parameter of the reference, without the padding of wte."""
+    """The same of GPT-2. order: 0, or -1 where Hugging Face keeps a weight as (in, out)."""
     for name in tensors.table:
         tensor = getattr(tensors, name)
         if name in GPT2_GLOBAL:
-            yield name, GPT2_GLOBAL[name], tensor[: config.V] if name == "wte" else tensor
+            yield GPT2_GLOBAL[name], tensor[: config.V] if name == "wte" else tensor, 0
         else:
             for l in range(config.L):
-                yield name, f"h.{l}.{GPT2_LAYER[name]}", tensor[l]
+                yield f"h.{l}.{GPT2_LAYER[name]}", tensor[l], -(name in ("qkvw", "attprojw", "fcw", "fcprojw"))
 
 
 def gpt2_config_of(hf, path, Config):
@@ -132,6 +121,20 @@ def gpt2_config_of(hf, path, Config):
         raise UserError(f"{path}: n_inner is {hf['n_inner']}, expected 4 * n_embd = {4 * hf['n_embd']}")
     size = whole_numbers(hf, GPT2_SIZES, path)
     return Config(**size, Vp=padded(size["V"]))
+
+
+def to_ours(weight, order):
+    """A weight of Hugging Face's in the order of ours. order: see llama_slices and gpt2_slices."""
+    if order > 0:
+        return weight.reshape(order, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+    return weight.T if order else weight
+
+
+def to_theirs(weight, order):
+    """The inverse of to_ours."""
+    if order > 0:
+        return weight.reshape(order, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+    return weight.T if order else weight
 
 
 def read_hf_folder(folder, gpt2, llama):
@@ -169,7 +172,7 @@ def read_hf_folder(folder, gpt2, llama):
     state = {key.removeprefix("transformer."): value for key, value in state.items()}
     unread = {name for name in state if not UNREAD.fullmatch(name)}
 
-    def fetch(name, shape, transposed=False):
+    def fetch(name, shape):
         if name not in state:
             raise UserError(f"{weights_path}: tensor {name} is missing")
         tensor = state[name]
@@ -178,28 +181,19 @@ def read_hf_folder(folder, gpt2, llama):
             raise UserError(f"{weights_path}: {name} is of {tensor['dtype']}, expected {', '.join(STORED)}")
         numbers = np.frombuffer(tensor["data"], STORED[tensor["dtype"]]).reshape(tensor["shape"])
         tensor = bf16_to_float32(numbers) if tensor["dtype"] == "BF16" else numbers.astype(np.float32, copy=False)
-        tensor = tensor.T if transposed else tensor
         if tensor.shape != shape:
             raise UserError(f"{weights_path}: {name} has shape {tensor.shape}, expected {shape} from config.json")
         return tensor
 
-    C, last, is_llama = config.C, config.L - 1, architecture is llama
-    embedding = "model.embed_tokens.weight" if is_llama else "wte.weight", (config.V, C)
-    others = ({f"model.layers.{last}.mlp.down_proj.weight": (C, config.F)} if is_llama else
-              {"wpe.weight": (config.maxT, C), f"h.{last}.ln_1.weight": (C,)})
-    for name, shape in (embedding, *others.items()):  # checks sizes before anything is allocated
-        fetch(name, shape)
-    if "lm_head.weight" in state and not np.array_equal(fetch("lm_head.weight", embedding[1]), fetch(*embedding)):
+    is_llama, shape = architecture is llama, (config.V, config.C)
+    embedding = fetch("model.embed_tokens.weight" if is_llama else "wte.weight", shape)
+    if "lm_head.weight" in state and not np.array_equal(fetch("lm_head.weight", shape), embedding):
         if not is_llama:
             raise UserError(f"{weights_path}: lm_head.weight differs from wte.weight: this project ties the two")
         config = dataclasses.replace(config, tied=0)  # a head of its own is used, whatever the flag says
     params = allocate(architecture.parameter_table(config))
-    if is_llama:
-        for module_name, view, heads in llama_slices(config, params):
-            view[:] = neighbors(fetch(module_name, view.shape), heads)
-    else:
-        for name, module_name, view in gpt2_slices(config, params):
-            view[:] = fetch(module_name, view.shape, name in TRANSPOSED)
+    for name, view, order in (llama_slices if is_llama else gpt2_slices)(config, params):
+        view[:] = to_ours(fetch(name, to_theirs(view, order).shape), order)
     if unread:
         more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
         raise UserError(f"{weights_path}: tensor {min(unread)}{more} would not be read: not a {architecture.TITLE} that"

@@ -35,7 +35,7 @@ class LlmcLines(Console):
 class LlmcCudaLines(LlmcLines):
     """Those of its CUDA program."""
 
-    counts_from = 1
+    counts_from, memory = 1, Console.memory
 
     def header(self, device, peak):
         settings, config, loop, val = self.settings, self.loop.config, self.loop, self.loop.val_loader
@@ -54,10 +54,6 @@ class LlmcCudaLines(LlmcLines):
         device = [("device", ", ".join(gpu)), ("precision", precision)]
         data = [("train batches", loop.train_loader.num_batches), ("val batches", val.num_batches if val else 0)]
         print_table([run, device, model, data])
-
-    def memory(self, plan):
-        for size, what in plan:
-            print(f"allocated {-(-size // (1 << 20))} MiB for {what}")
 
     def training_line(self, step, update, learning_rate, left):
         took = f"{update.seconds * 1000:f} ms, {self.settings.update_tokens / update.seconds:.0f} tok/s"

@@ -9,8 +9,8 @@ from llmc.files import errors_of_writing, make_directory, replacing
 
 COLUMNS = "step,tokens,seconds,train_loss,val_loss,learning_rate,norm,tokens_per_second,hellaswag".split(",")
 FP8_COLUMNS = ["fp8_saturated", "fp8_underflowed"]  # with --dtype fp8: how many numbers of an update
-LOG_LINE = re.compile(r"s:([0-9]{1,10}) ()")
-TABLE_LINE = re.compile(r"([0-9]{1,10}),[0-9]+,[0-9]{1,10}\.[0-9]+,([0-9a-z.+-]*)(,[0-9a-z.+-]*){5,7}\n")
+# of the log or the table; groups: its step and, of an update in the table, where steps count from 1, its loss
+LINE = re.compile(r"(?:s:)?([0-9]{1,10})(?: |,[0-9]+,[0-9]{1,10}\.[0-9]+,([0-9a-z.+-]*)(?:,[0-9a-z.+-]*){5,7}\n)")
 
 
 class Log:
@@ -26,11 +26,11 @@ class Log:
             return
         path = os.path.join(settings.output, "main.log") if self.detailed else settings.output
         make_directory(os.path.dirname(path))
-        self.file = opened(path, first_step, LOG_LINE)
+        self.file = opened(path, first_step)
         if not self.detailed:
             return
         self.tokens = settings.update_tokens
-        self.table = opened(os.path.join(settings.output, "main.csv"), first_step, TABLE_LINE)
+        self.table = opened(os.path.join(settings.output, "main.csv"), first_step)
         if not self.table.tell():
             append(self.table, ",".join(self.columns) + "\n")
         self.table.seek(0)
@@ -68,15 +68,14 @@ def append(file, text):
         file.write(text.encode())
 
 
-def opened(path, first_step, pattern):
-    """Open a log: of a run that resumes, without its lines from first_step on; else empty, an older one is renamed.
-    pattern: of a line, with groups for step and, where steps count from 1, loss; UserError if one does not match."""
+def opened(path, first_step):
+    """Open a log: of a run that resumes, without its lines from first_step on; else empty, an older one is renamed."""
     with errors_of_writing(path):
         if first_step and os.path.exists(path):
             with open(path, errors="replace") as f:
                 lines = f.readlines()
             first = int(bool(lines) and lines[0].startswith("step,"))  # a table has a head
-            steps = [pattern.match(line) for line in lines[first:] if line.endswith("\n")]  # a killed run may cut one
+            steps = [LINE.match(line) for line in lines[first:] if line.endswith("\n")]  # a killed run may cut one
             if None in steps:
                 raise UserError(f"{path}: is not a training log; move it away to go on")
             kept = [step.string for step in steps if int(step[1]) < first_step + bool(step[2])]

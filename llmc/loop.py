@@ -17,10 +17,11 @@ from llmc.checkpoint import Progress, owned_by_one
 from llmc.dataloader import open_data
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError
 from llmc.files import EXPORT, HELLASWAG
+from llmc.llmc_lines import LlmcCudaLines, LlmcLines
 from llmc.logger import Log
 from llmc.outliers import notes_on, read_recent
 from llmc.progress import Console
-from llmc.resume import find_checkpoint, notes_of, read_start, restore, save_checkpoint, stopped
+from llmc.resume import find_checkpoint, read_notes, read_start, restore, save_checkpoint, stopped
 from llmc.sampler import Choice, Random, end_of_text, print_sample
 from llmc.schedulers import learning_rate_at
 from llmc.settings import print_changed_settings
@@ -74,11 +75,7 @@ class Loop(contextlib.AbstractContextManager):
         if self.begin > self.settings.steps:
             raise UserError(f"{settings.output}: its checkpoint is of step {self.begin}, beyond -x"
                             f" {self.settings.steps}: pass a larger -x")
-        lines = Console
-        if settings.lines == "llmc":
-            from llmc.llmc_lines import LlmcCudaLines, LlmcLines  # here: few runs need them
-            lines = LlmcCudaLines if resolve else LlmcLines
-        self.console = lines(self)
+        self.console = (Console if settings.lines == "short" else LlmcCudaLines if resolve else LlmcLines)(self)
 
     def __exit__(self, kind, *_):
         self.console.erase()
@@ -90,8 +87,7 @@ class Loop(contextlib.AbstractContextManager):
         self.model, self.saver, self.params = model, saver, None
         if self.first_step is not None:
             saver.restore(self.first_step, self.train_loader, self.random)
-            with notes_of(self.settings.output_dir, self.first_step) as notes:
-                self.lowest = tuple(notes.get("lowest", self.lowest))
+            self.lowest = tuple(read_notes(self.settings.output_dir, self.first_step).get("lowest", self.lowest))
         settings = self.settings if self.ranks.is_first else dataclasses.replace(self.settings, output="")
         self.log = Log(settings, self.begin)
 
@@ -132,7 +128,7 @@ class Loop(contextlib.AbstractContextManager):
                 read_ahead()
             except (UserError, OSError):  # save first
                 self.interruption.received = self.interruption.received or SIGTERM
-            signal = self.interruption.agreed()
+            signal = self.ranks.largest(self.interruption.received)  # of any rank, or None
             due = done == settings.steps or settings.checkpoint_every and done % settings.checkpoint_every == 0
             if due or signal:
                 self.finish()
@@ -223,8 +219,7 @@ class Saver:
         """Continue from a checkpoint: the model, the data loader and the sampler's random numbers."""
         model = self.model
         restore(self.settings, owned_by_one(model.optimizer, model.params), step, loader, random)
-        with notes_of(self.settings.output_dir, step) as notes:
-            model.recent = read_recent(notes)
+        model.recent = read_recent(read_notes(self.settings.output_dir, step))
 
     def save(self, progress, notes):
         """Write a checkpoint. progress: a Progress; notes: for JSON."""

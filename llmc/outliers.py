@@ -44,7 +44,7 @@ def notes_on(recent):
 
 
 def read_recent(notes):
-    """Read losses and norms, (2,) RECENT, from a checkpoint's notes. Errors: see resume.py's notes_of."""
+    """Read losses and norms, (2,) RECENT, from a checkpoint's notes."""
     recent = np.zeros(2, RECENT)
     for row, found in zip(recent, notes.get("recent", ())):
         row["count"], row["values"] = found["count"], found["values"]

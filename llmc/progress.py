@@ -61,7 +61,7 @@ class Console:
 
     def memory(self, plan):
         """Print the plan, [(bytes, purpose)]: the sum or, with --verbose, a line per entry."""
-        if self.settings.verbose:
+        if self.settings.verbose or self.settings.lines == "llmc":
             for size, what in plan:
                 print(f"allocated {-(-size // (1 << 20))} MiB for {what}")
         else:

@@ -78,12 +78,10 @@ def save_checkpoint(settings, config, params, owned, progress, notes, version=3,
 
 
 def delete_old_checkpoints(settings, done, best):
-    """Delete the checkpoints before step `done`, just saved, except the newest -nk, step `best`, every -nm'th step: the
-    marker first, the model last. The next call deletes what this one, if killed, has left."""
-    newest = [step for step in complete_checkpoints(settings.output_dir) if step <= done][-settings.checkpoints_keep :]
-    names = glob.glob("model_" + "[0-9]" * 8 + ".bin", root_dir=settings.output_dir)
-    for step in (int(name[6:14]) for name in names) if settings.checkpoints_keep else ():
-        if best != step < min(newest, default=0) and step % (settings.major_checkpoint_every or 1 << 62):
+    """Delete the checkpoints up to step `done`, just saved, except the newest -nk, step `best`, every -nm'th step."""
+    steps = [step for step in complete_checkpoints(settings.output_dir) if step <= done]
+    for step in steps[: -settings.checkpoints_keep] if settings.checkpoints_keep else ():
+        if step != best and step % (settings.major_checkpoint_every or 1 << 62):
             model, state, marker = checkpoint_paths(settings.output_dir, step)
             remove([marker, *glob.glob(rank_path(glob.escape(state), "?????")), model])
 
@@ -100,10 +98,8 @@ def find_checkpoint(settings):
     step = newest_checkpoint(directory) if directory else None
     if step is not None and not settings.resume:
         raise UserError(f"{directory}: holds a checkpoint of step {step}: resume with -y 1, or choose another -o")
-    if settings.resume:  # what a killed run was writing
-        remove(glob.glob(os.path.join(glob.escape(directory), "*_" + "[0-9]" * 8 + "*.tmp")))
-        if step is None and os.listdir(directory):
-            print(f"no complete checkpoint in {directory}: starting at step 0")
+    if settings.resume and step is None and os.listdir(directory):
+        print(f"no complete checkpoint in {directory}: starting at step 0")
     return step
 
 
@@ -139,15 +135,12 @@ def read_start(settings, first_step, tokenizer, architecture):
     return config, params, start
 
 
-@contextlib.contextmanager
-def notes_of(directory, step):
-    """Context manager: yields a checkpoint's notes, a dict. Raises UserError for damage, also if the block finds it."""
+def read_notes(directory, step):
+    """Read a checkpoint's notes, a dict; raises UserError if they are damaged."""
     *_, marker = checkpoint_paths(directory, step)
-    try:
-        with open_input(marker, go_back(marker)) as f:
-            yield json.loads(f.read() or "{}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        raise UserError(f"{marker}: cannot be read; {go_back(marker)}") from None
+    with open_input(marker, go_back(marker)) as f, contextlib.suppress(ValueError):
+        return json.loads(f.read() or "{}")
+    raise UserError(f"{marker}: cannot be read; {go_back(marker)}")
 
 
 def restore(settings, owned, step, loader, random):
@@ -168,8 +161,7 @@ def restore(settings, owned, step, loader, random):
         flags = "-b {} -t {} --spread {} --shuffle {}"
         raise UserError(f"{state}: of step {progress.step} with {flags.format(*found)}, expected step {step} with"
                         f" {flags.format(*given)}: resume with the flags of the first run")
-    with notes_of(settings.output_dir, step) as notes:
-        tokens = notes.get("update_tokens", settings.update_tokens)
+    tokens = read_notes(settings.output_dir, step).get("update_tokens", settings.update_tokens)
     if tokens != settings.update_tokens and owned.rank == 0:
         print(f"note: an update of the checkpoint's run has {tokens} tokens, of this one {settings.update_tokens}: pass"
               f" -d {tokens} to continue as before", file=sys.stderr)

@@ -103,19 +103,16 @@ def draw(decoder, prompt, count, randoms, choice, want_logprobs=False):
             logits = np.repeat(logits, B, axis=0)
             decoder.share_first(B, T)
         tokens[:, t] = [choice.draw(row, random.f32()) for row, random in zip(logits, randoms)]
-        yield tokens[:, t], log_probabilities(logits, tokens[:, t]) if want_logprobs else None
+        if want_logprobs:
+            x = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+            logprobs = x[np.arange(B), tokens[:, t]] - np.log(np.exp(x).sum(-1))
+        yield tokens[:, t], logprobs if want_logprobs else None
 
 
 def check_diverged(logits):
     """Raise UserError if a logit, or log-probability, is NaN or inf."""
     if not np.maximum.reduce(logits, None) < np.inf:
         raise UserError("the model's logits are not finite: it has diverged")
-
-
-def log_probabilities(logits, ids):
-    """Log-probabilities (B,) float64 of ids (B,) under logits (B, V)."""
-    x = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-    return x[np.arange(len(ids)), ids] - np.log(np.exp(x).sum(-1))
 
 
 def end_of_text(tokenizer, V):

@@ -159,8 +159,6 @@ class Settings:
         expect("total_batch_size", self.total_batch_size % batch == 0, f"a multiple of B*T{gpus} = {batch}")
         for name in ("hellaswag", "patience"):
             expect(name, not getattr(self, name) or self.val_every, "-v STEPS too: it comes with each validation")
-        for name in ("model", "data"):
-            expect(name, getattr(self, name), "the name of a file, not an empty one")
         if (self.checkpoint_every or self.resume) and not self.output_dir:
             found = f"-o {self.output} is a log file" if self.output else "there is no -o"
             raise UserError(f"-n and -y need a directory for checkpoints, but {found}: pass -o DIR")
@@ -184,10 +182,7 @@ def from_llmc(argv, known):
         flag, value = rest.pop(0), rest[0] if rest else ""
         if RENAMED.get(flag) in known and (flag != "-h" or value.isdigit()):
             flag = RENAMED[flag]
-        if flag == "-e" and (size := re.fullmatch(r"gpt([23]):(.*)", value)):
-            if size[1] == "3":
-                raise UserError(f"-e {value}: expected d6, d12 or d24, for c384, c768 or c1024, and -t 2048")
-            value = size[2]
+        value = value.removeprefix("gpt2:") if flag == "-e" else value
         if flag in NOTHING_TO_SET and flag not in known:
             if value != "0" and os.environ.get("RANK", "0") == "0":
                 print(f"note: {flag} {value}: {NOTHING_TO_SET[flag]}", file=sys.stderr)

@@ -4,11 +4,7 @@ and so the results, do not depend on the number of threads."""
 import os
 import platform
 import re
-import signal
-import sys
 from concurrent.futures import ThreadPoolExecutor
-
-NUMPY_WAS_FIRST = "numpy" in sys.modules and "OPENBLAS_THREAD_TIMEOUT" not in os.environ  # too late to configure it
 
 
 def configure_openblas():
@@ -31,13 +27,8 @@ def count_threads():
     return int(number[1]) if number else cores
 
 
-def leave_signals_alone():
-    """Block signals in this thread: Python's main thread, which handles them, would be woken late."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-
-
 THREADS = count_threads()
-POOL = ThreadPoolExecutor(max(1, THREADS - 1), "llmc", leave_signals_alone)  # starts no thread before the first task
+POOL = ThreadPoolExecutor(max(1, THREADS - 1), "llmc")  # starts no thread before the first task
 BLOCK = 128 * 1024  # elements: small enough for the L2 cache, large enough that handing over the GIL is cheap
 
 

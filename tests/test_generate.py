@@ -88,7 +88,7 @@ def test_choice():
 
 
 @pytest.mark.parametrize("text, expected", (
-    (None, (0.2, 0, 0.9)), ('{"eos_token_id": 2}', (0.2, 0, 0.9)), ("{", "is not JSON"),
+    (None, (0.2, 0, 0.9)), ('{"eos_token_id": 2}', (0.2, 0, 0.9)), ("{", "is not a JSON object"),
     ('{"temperature": 0.6, "top_k": 20, "top_p": null}', (0.6, 20, 1.0)), ('{"top_p": 2}', "top_p 2: expected more")))
 def test_what_a_chat_draws_with(tmp_path, text, expected):
     """generation_config.json says it; the command line comes first."""
@@ -191,8 +191,7 @@ def test_ctrl_c_leaves_the_samples_so_far(workplace, run_here, monkeypatch):
 
 @pytest.mark.parametrize("flags, words", (
     (("--prompt", ""), ("--prompt", "empty")), (("--prompt_ids", 257), ("--prompt_ids: 257", "0 to 256")),
-    (("--prompt_ids", -1), ("--prompt_ids: -1",)), (("--samples", 0), ("--samples 0",)),
-    (("--temperature", "nan"), ("--temperature nan",)), (("--seed", 0), ("--seed 0",)),
+    (("--prompt_ids", -1), ("--prompt_ids: -1",)), (("--seed", 0), ("--seed 0",)),
     (("--tokenizer", "gpt2_124M.bin"), ("gpt2_124M.bin", "tokenizer"))))
 def test_wrong_flags(workplace, run_here, flags, words):
     run_here(generate, MODEL, *flags, fails=words)

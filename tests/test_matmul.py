@@ -52,8 +52,8 @@ def test_matmuls(gpu, monkeypatch, N, C, OC, precision, library):
     exact = inp.astype(np.float64) @ weight.T.astype(np.float64)
     for b in (None, bias_gpu):
         linear = Linear(matmul, weight_gpu, b, dweight)
-        check("out", out, exact + (0 if b is None else bias), partial(linear.forward, out, inp_gpu),
-              *(partial(kernels.forward, out, inp_gpu, weight_gpu, b, columns=n) for n in (192, 160) if kernels))
+        check("out", out, exact + (0 if b is None else bias), *(
+            partial(linear.forward, out, inp_gpu, n) for n in (None, 192, 160) if kernels or not n))
 
     exact = dout.astype(np.float64) @ weight.astype(np.float64)
     for scale in (1.0, 0.7):
@@ -62,9 +62,8 @@ def test_matmuls(gpu, monkeypatch, N, C, OC, precision, library):
     exact = dout.T.astype(np.float64) @ inp.astype(np.float64)
     matmul.transposed = unwritten(min(C, OC) + 8, N).reshape(-1)  # a trainer's may have too many elements, too
     room = kernels and blocks(OC, 128) * blocks(C, 128) <= kernels.done.shape[1]
-    check("dweight", dweight, 0.7 * exact, partial(linear.backward_weight, dout_gpu, inp_gpu, 0.7),
-          *(partial(kernels.backward_weight, dweight, dout_gpu, inp_gpu, 0.7, splits)
-            for splits in (1, 2, 5, 11) if kernels and (splits == 1 or room and N >= 64 * splits)))
+    check("dweight", dweight, 0.7 * exact, *(partial(linear.backward_weight, dout_gpu, inp_gpu, 0.7, splits)
+          for splits in (None, 1, 2, 5, 11) if not splits or kernels and (splits == 1 or room and N >= 64 * splits)))
 
 
 @pytest.mark.parametrize("OC", (50304, 12808, 6400))

@@ -141,7 +141,7 @@ def test_forward_rope(gpu, monkeypatch, NH, NKV, HS, B, T):
     calls = [lambda out, n=n: rotate(out, inp_gpu, weight_gpu, rope_gpu, T, columns=n) for n in (192, 160)]
     if matmul.tile(QKV, narrow=True):
         calls.append(lambda out: linear.forward_rope(out, inp_gpu, rope_gpu, T))
-    kernels.forward(plain, inp_gpu, weight_gpu, None)
+    linear.forward(plain, inp_gpu, 192)
     for call in calls:
         out, = twice(call, (N, QKV))
         assert_close(SUMS, out=(out, exact))

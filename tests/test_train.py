@@ -263,7 +263,7 @@ def test_table(workplace, run_here):
     *((GPT2, order) for order in ((), ("--shuffle", 1), ("--spread", 1), ("--shuffle", 1, "--spread", 1))),
     *((page, ("-e", size, "--print_every", 1)) for page, size in ((Llama3, "l2"), (Speedrun, "s2")))))
 def test_resumed_run_is_bit_equal(workplace, run_here, page, more):
-    """Also once it is finished: then nothing is done."""
+    """Also once it is finished: then nothing is done. Its model writes text, and is for its own page alone."""
     def train(*flags):
         return run_here(trainer_of(page), *FAST, *flags).stdout
 
@@ -277,17 +277,10 @@ def test_resumed_run_is_bit_equal(workplace, run_here, page, more):
     assert_goes_on(whole, rest, "step 4:", 9)
     assert read_table("whole/main.csv") == read_table("parts/main.csv")
     assert set(os.listdir("whole")) == set(os.listdir("parts"))
-
-
-@pytest.mark.parametrize("page, size", ((Llama3, "l2"), (Speedrun, "s2")))
-def test_a_run_of_another_page(workplace, run_here, page, size):
-    """It writes text, and is for its own page alone."""
-    for flags in (("-e", size, "-o", "run"), ("-e", "run")):
-        run_here(trainer_of(page), *FAST, "-x", 2, "-s", 0, *flags)
-    printed = run_here(generate, "run", "--prompt", "ab", "--tokens", 20, "--ignore_eot", "--device", "cpu").stdout
-    assert printed.startswith("ab") and len(printed) > 10
-    run_here(train_gpt2, "-e", "run", fails=(f"checkpoint of {page.__module__}.py" if page is Speedrun else
-                                               "Llama 3 checkpoint", "run the other page"))
+    if page is not GPT2:
+        text = run_here(generate, "whole", "--prompt", "ab", "--tokens", 20, "--ignore_eot", "--device", "cpu").stdout
+        assert text.startswith("ab") and len(text) > 10
+        run_here(train_gpt2, "-e", "whole", fails=(f"checkpoint of {page.__module__}.py", "run the other page"))
 
 
 def test_a_run_s_newest_model_and_vocabulary_are_for_others(workplace, train, run_here):
@@ -389,9 +382,8 @@ def test_a_damaged_batch_changes_no_weight(workplace, train, run_here, flag, wha
     run(142, "parts", "-y", 1)
     for name in checkpoint_paths("", 142):
         assert Path("parts", name).read_bytes() == Path("whole", name).read_bytes()
-    for notes in ('{"recent": [1, 2]}', "[]", "{"):
-        Path("whole/DONE_00000142").write_text(notes)
-        run_here(train_gpt2, *FAST, "-x", 143, "-o", "whole", "-y", 1, fails=["DONE_00000142: cannot be read; remove "])
+    Path("whole/DONE_00000142").write_text("{")
+    run_here(train_gpt2, *FAST, "-x", 143, "-o", "whole", "-y", 1, fails=["DONE_00000142: cannot be read; remove "])
 
 
 def test_schedules():
@@ -409,7 +401,6 @@ def test_schedules():
     assert rates(schedule="cosine", final_fraction=0.5)[5] == 0.75
     odd = Settings(learning_rate=1.0, steps=41, schedule="wsd")  # which turns at int(0.8 x), as llm.c
     assert learning_rate_at(odd, 32) == 1.0 and round(learning_rate_at(odd, 33), 3) == 0.667
-    assert rates(schedule="wsd", final_fraction=0.5, warmup_steps=2)[7:] == [1.0, 1.0, round(1 - 0.5 * 0.5**0.5, 4)]
 
 
 def test_defaults(here):

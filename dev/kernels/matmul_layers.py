@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from lab import SUMS, TF32, Kernel, Layer, Rung, blocks, np, rung, train_gpt2
 from llmc.gpu.geometry import hopper_matmul
+from llmc.gpu.matmul import Linear
 
 
 def on_hopper(layer, block):
@@ -33,8 +34,8 @@ def hopper_rung(kernel, tall, wide, threads, stages, launch=lambda lab, columns,
 
 
 class Matmul(Layer):
-    """What the matmuls share: `signature` has the operands, the result first; `ours` is the method of MatmulKernels and
-    its last arguments; by_cublaslt(multiply, *operands) calls cuBLASLt."""
+    """What the matmuls share: `signature` has the operands, the result first; ours(a, matmul) calls a Linear's method;
+    by_cublaslt(multiply, *operands) calls cuBLASLt."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -64,14 +65,14 @@ class Matmul(Layer):
 
     @rung(384, fits=on_hopper)
     def live(self, lab, a, block):
-        method, *last = self.ours
-        getattr(lab.matmul.kernels, method)(*self.given(a), *last)
+        self.ours(a, lab.matmul)
 
 
 class MatmulForward(Matmul):
     """out = inp @ weight^T + bias"""
 
-    name, signature, ours = "matmul_forward", ("out", "inp", "weight", "bias"), ("forward",)
+    name, signature = "matmul_forward", ("out", "inp", "weight", "bias")
+    ours = staticmethod(lambda a, matmul: Linear(matmul, a.weight, a.bias).forward(a.out, a.inp))
 
     def tensors(self):
         return {"out": self.unwritten(self.N, self.OC), "inp": self.random(self.N, self.C),
@@ -114,7 +115,8 @@ class MatmulForward(Matmul):
 class MatmulBackwardInp(Matmul):
     """dinp = dout @ weight"""
 
-    name, signature, ours = "matmul_backward_inp", ("dinp", "dout", "weight"), ("backward_inp", 1.0)
+    name, signature = "matmul_backward_inp", ("dinp", "dout", "weight")
+    ours = staticmethod(lambda a, matmul: Linear(matmul, a.weight).backward_inp(a.dinp, a.dout))
 
     def tensors(self):
         return {"dinp": self.unwritten(self.N, self.C), "dout": self.random(self.N, self.OC),
@@ -137,7 +139,7 @@ class MatmulBackwardWeight(Matmul):
     """dweight = dout^T @ inp"""
 
     name, signature = "matmul_backward_weight", ("dweight", "dout", "inp")
-    ours = "backward_weight", 1.0, 1  # one part
+    ours = staticmethod(lambda a, matmul: Linear(matmul, None, None, a.dweight).backward_weight(a.dout, a.inp, 1.0, 1))
 
     def tensors(self):
         return {"dweight": self.unwritten(self.OC, self.C, dtype=self.precision.grads),

@@ -27,45 +27,47 @@ FP8_HISTORY = 16  # updates whose amax a scale follows from
 ROW_GROUPS = 8  # of a block that adds up columns: common.cuh's BlockRows
 ATTENTION_ROWS = 64  # of the attention's gradient, for which one row of column sums is written
 
-KERNELS = {  # layer -> its kernels
-    "encoder": ("encoder_forward", "encoder_backward_wte", "encoder_backward_wte_cut", "encoder_backward_wpe"),
-    "layernorm": ("residual_layernorm_forward", "layernorm_backward"),
-    "rmsnorm": ("residual_rmsnorm_forward", "rmsnorm_backward"),
-    "rope": ("rope_forward",),
-    "qknorm": ("qknorm_forward",),
-    "attention": ("attention_forward", "attention_backward_dquery", "attention_backward_dkv"),
-    "gelu": ("gelu_forward", "gelu_backward"),
-    "swiglu": ("swiglu_forward", "swiglu_backward"),
-    "matmul": ("matmul_forward", "matmul_forward_narrow", "matmul_forward_gelu", "matmul_backward_inp",
-               "matmul_backward_inp_gelu", "matmul_backward_weight"),  # Hopper only
-    "matmul_swiglu": ("matmul_forward_swiglu", "matmul_backward_inp_swiglu", "matmul_forward_rope",
-                      "matmul_forward_rope_narrow"),  # likewise
-    "matmul_fp8": ("matmul_fp8", "matmul_fp8_narrow", "matmul_fp8_gelu", "matmul_fp8_gelu_backward",
-                   "matmul_fp8_weight", "matmul_fp8_classifier_weight", "matmul_fp8_classifier_inp"),  # likewise
-    "fp8": ("quantize", "prepare_scales"),
-    "norm_fp8": ("residual_layernorm_forward_fp8", "residual_rmsnorm_forward_fp8"),
-    "classifier": ("classifier",),
-    "classifier_capped": ("classifier_capped",),  # Hopper, bfloat16: instead of classifier and logits_bias
-    "logits_bias": ("logits_bias_backward",),
-    "transpose": ("transpose",),
-    "column_sums": ("column_sums",),
-    "update": ("copy_batch", "loss_mean", "add_gradients", "global_norm", "prepare_update", "adamw_update",
-               "round_weights"),
-    "muon": ("muon_momentum", "muon_squares", "muon_normalize", "muon_polynomial", "muon_update"),
+
+def kernels(*names, **shared):
+    """{kernel: the constant that says how many bytes of dynamic shared memory its blocks have, or None}."""
+    return dict.fromkeys(names) | shared
+
+
+KERNELS = {  # layer, after "hopper/" if there is a file for Hopper alone -> its kernels
+    "encoder": kernels("encoder_forward", "encoder_backward_wte", "encoder_backward_wte_cut", "encoder_backward_wpe"),
+    "layernorm": kernels("residual_layernorm_forward", layernorm_backward="LAYERNORM_SHARED"),
+    "rmsnorm": kernels("residual_rmsnorm_forward", rmsnorm_backward="LAYERNORM_SHARED"),
+    "rope": kernels("rope_forward"),
+    "qknorm": kernels("qknorm_forward"),
+    "attention": kernels(
+        attention_forward="ATTENTION_FORWARD_SHARED", attention_backward_dquery="ATTENTION_DQUERY_SHARED",
+        attention_backward_dkv="ATTENTION_DKV_SHARED"),
+    "gelu": kernels("gelu_forward", "gelu_backward"),
+    "swiglu": kernels("swiglu_forward", "swiglu_backward"),
+    "hopper/matmul": dict.fromkeys((
+        "matmul_forward", "matmul_forward_narrow", "matmul_forward_gelu", "matmul_backward_inp",
+        "matmul_backward_inp_gelu", "matmul_backward_weight"), "MATMUL_SHARED"),
+    "hopper/matmul_swiglu": dict.fromkeys((
+        "matmul_forward_swiglu", "matmul_backward_inp_swiglu", "matmul_forward_rope", "matmul_forward_rope_narrow"),
+        "MATMUL_SHARED"),
+    "hopper/matmul_fp8": dict.fromkeys((
+        "matmul_fp8", "matmul_fp8_narrow", "matmul_fp8_weight", "matmul_fp8_classifier_weight",
+        "matmul_fp8_classifier_inp"), "MATMUL_SHARED") | kernels(
+        matmul_fp8_gelu="MATMUL_FP8_GELU_SHARED", matmul_fp8_gelu_backward="MATMUL_FP8_GELU_SHARED"),
+    "fp8": kernels("quantize", "prepare_scales"),
+    "norm_fp8": kernels(residual_layernorm_forward_fp8="NORM_SHARED", residual_rmsnorm_forward_fp8="NORM_SHARED"),
+    "classifier": kernels(classifier="CLASSIFIER_SHARED"),
+    "hopper/classifier_capped": kernels(classifier_capped="CAPPED_SHARED"),  # bfloat16: instead of two others
+    "logits_bias": kernels("logits_bias_backward"),
+    "transpose": kernels("transpose"),
+    "column_sums": kernels("column_sums"),
+    "update": kernels("copy_batch", "loss_mean", "add_gradients", "global_norm", "prepare_update", "adamw_update",
+                      "round_weights"),
+    "muon": kernels("muon_momentum", "muon_squares", "muon_normalize", "muon_polynomial", "muon_update"),
 }
-ATTENTION_FP8 = ("attention_backward_dquery_fp8", "attention_backward_dkv_fp8")  # Hopper only
-OWN_MATMULS = "matmul", "matmul_swiglu", "matmul_fp8"  # layers
+ATTENTION_FP8 = kernels(attention_backward_dquery_fp8="ATTENTION_DQUERY_SHARED",  # Hopper only
+                        attention_backward_dkv_fp8="ATTENTION_DKV_SHARED")
 UPDATE = {"UPDATE_THREADS": 256, "UPDATE_LOSS_THREADS": 1024, "UPDATE_ADAMW_NUMBERS": 4, "UPDATE_CHUNK": UPDATE_CHUNK}
-SHARED = {  # kernel -> the constant that says how many bytes of dynamic shared memory its blocks have
-    "layernorm_backward": "LAYERNORM_SHARED", "rmsnorm_backward": "LAYERNORM_SHARED", "classifier": "CLASSIFIER_SHARED",
-    "classifier_capped": "CAPPED_SHARED",
-    "attention_forward": "ATTENTION_FORWARD_SHARED",
-    "attention_backward_dquery": "ATTENTION_DQUERY_SHARED", "attention_backward_dquery_fp8": "ATTENTION_DQUERY_SHARED",
-    "attention_backward_dkv": "ATTENTION_DKV_SHARED", "attention_backward_dkv_fp8": "ATTENTION_DKV_SHARED",
-    **dict.fromkeys(KERNELS["norm_fp8"], "NORM_SHARED"),
-    **{kernel: "MATMUL_SHARED" for layer in OWN_MATMULS for kernel in KERNELS[layer]},
-    **dict.fromkeys(("matmul_fp8_qknorm", "matmul_fp8_gelu", "matmul_fp8_gelu_backward"), "MATMUL_FP8_GELU_SHARED"),
-}
 
 
 def check_sizes(config, fp8=False, qknorm=False):
@@ -97,26 +99,22 @@ def hopper_matmul(precision, arch):
 
 def kernel_files(architecture, config, precision, arch, matmul="auto"):
     """{layer: KernelFile} of a run. matmul: as Matmul's library."""
-    ours = hopper_matmul(precision, arch) and matmul != "cublaslt"
-    names = {layer: layer for layer in architecture.KERNELS if ours or layer not in OWN_MATMULS}
+    ours, geometry = hopper_matmul(precision, arch) and matmul != "cublaslt", layer_geometry(config, precision, arch)
+    layers = [layer for layer in architecture.KERNELS if ours or layer in KERNELS]
     if precision.fp8:
-        names |= {layer: layer for layer in ("fp8", "norm_fp8", "matmul_fp8")}
-    if hopper_attention(config, precision, arch):
-        names["attention"] = "hopper/attention"
-    if ours:
-        names |= {layer: f"hopper/{layer}" for layer in names if layer in OWN_MATMULS}
-    files, geometry = {}, layer_geometry(config, precision, arch)
-    if "logits_bias" in names and geometry["classifier_capped"]["CAPPED_CLUSTER"]:
-        names["classifier_capped"] = "hopper/classifier_capped"
-        del names["classifier"], names["logits_bias"]
-    more = {"hopper/attention": ATTENTION_FP8} if precision.fp8 else {}
-    if "qknorm" in names:
-        more["hopper/matmul_fp8"] = ("matmul_fp8_qknorm",)
-    constants = model_constants(config, precision) | architecture.CONSTANTS
-    for layer, name in names.items():
-        kernels, numbers = KERNELS[layer] + more.get(name, ()), geometry.get(layer, {})
-        shared = {kernel: numbers[SHARED[kernel]] for kernel in kernels if kernel in SHARED}
-        files[layer] = KernelFile(name, kernels, constants | numbers, shared)
+        layers += ["fp8", "norm_fp8", "matmul_fp8"]
+    if "logits_bias" in layers and geometry["classifier_capped"]["CAPPED_CLUSTER"]:
+        layers = [layer for layer in layers if layer not in ("classifier", "logits_bias")] + ["classifier_capped"]
+    files, constants = {}, model_constants(config, precision) | architecture.CONSTANTS
+    for layer in layers:
+        name = layer if layer in KERNELS else f"hopper/{layer}"
+        shared, numbers = KERNELS[name], geometry.get(layer, {})
+        if layer == "attention" and hopper_attention(config, precision, arch):
+            name, shared = "hopper/attention", shared | (ATTENTION_FP8 if precision.fp8 else {})
+        if layer == "matmul_fp8" and "qknorm" in layers:
+            shared = shared | kernels(matmul_fp8_qknorm="MATMUL_FP8_GELU_SHARED")
+        files[layer] = KernelFile(name, tuple(shared), constants | numbers,
+                                  {kernel: numbers[constant] for kernel, constant in shared.items() if constant})
     return files
 
 

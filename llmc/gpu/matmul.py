@@ -29,10 +29,10 @@ class Linear(NamedTuple):
     fuses = fuses_gelu = property(lambda self: bool(self.matmul.kernels))
     fuses_qknorm = False
 
-    def forward(self, out, inp):
-        """out (N,OC) = inp (N,C) @ weight^T + bias."""
+    def forward(self, out, inp, columns=None):
+        """out (N,OC) = inp (N,C) @ weight^T + bias. columns: by our kernels, with tiles so wide."""
         matmul, out, inp = self.matmul, rows(out), rows(inp)
-        if tile := matmul.tile(out.shape[1], narrow=True):
+        if tile := columns or matmul.tile(out.shape[1], narrow=True):
             matmul.kernels.forward(out, inp, self.weight, self.bias, columns=tile)
         else:
             matmul.cublaslt.multiply(out, inp, self.weight.T, self.bias)
@@ -48,7 +48,9 @@ class Linear(NamedTuple):
         """dinp (N,C) = scale * dout (N,OC) @ weight (OC,C)."""
         matmul, dinp, dout = self.matmul, rows(dinp), rows(dout)
         if matmul.tile(dinp.shape[1]):
-            matmul.kernels.backward_inp(dinp, dout, self.weight, scale)
+            kernels, g = matmul.kernels, matmul.device.geometry
+            kernels.launch("matmul_backward_inp", *dinp.shape, dout.shape[1], kernels.result(dinp),
+                           kernels.operand(dout, g.MATMUL_BM), kernels.operand(self.weight, g.MATMUL_BK), float(scale))
         else:
             matmul.cublaslt.multiply_in_chains(dinp, dout, self.weight, scale)
 
@@ -84,11 +86,16 @@ class Linear(NamedTuple):
         tile = matmul.tile(out.shape[1], narrow=True)
         matmul.kernels.forward(out, rows(inp), self.weight, rope, T, columns=tile, name="matmul_forward_rope")
 
-    def backward_weight(self, dout, inp, scale=1.0):
-        """dweight (OC,C) = scale * dout (N,OC)^T @ inp (N,C)."""
-        matmul, dout, inp = self.matmul, rows(dout), rows(inp)
-        if not matmul.cublaslt:
-            matmul.kernels.backward_weight(self.dweight, dout, inp, scale)
+    def backward_weight(self, dout, inp, scale=1.0, splits=None):
+        """dweight (OC,C) = scale * dout (N,OC)^T @ inp (N,C). splits: by our kernel, which cuts N into so many parts
+        (split-K)."""
+        matmul, dout, inp, kernels = self.matmul, rows(dout), rows(inp), self.matmul.kernels
+        if splits or not matmul.cublaslt:
+            sizes, BK = (*self.dweight.shape, len(inp)), matmul.device.geometry.MATMUL_BK
+            kernels.launch("matmul_backward_weight", *sizes, kernels.result(self.dweight, narrow=True),
+                           matmul.stream_workspace(), kernels.done[int(matmul.device.stream is matmul.device.side)],
+                           kernels.operand(dout, BK), kernels.operand(inp, BK), float(scale),
+                           splits=splits or kernels.splits(*sizes))
         elif matmul.precision.bf16:
             matmul.cublaslt.multiply(self.dweight, dout.T, inp, scale=scale)
         else:
@@ -109,7 +116,7 @@ class Matmul:
         self.device, self.precision = device, precision
         self.workspace = self.transposed = None  # see allocate
         ours = hopper_matmul(precision, device.gpu.arch) and library != "cublaslt"
-        self.kernels = MatmulKernels(self) if ours else None
+        self.kernels = MatmulKernels(device) if ours else None
         self.cublaslt = CublasLt(device, precision, self.stream_workspace) if library != "kernels" else None
 
     def allocate(self, elements=0):
@@ -141,11 +148,11 @@ class Matmul:
 
 
 class MatmulKernels:
-    """The kernels of hopper/matmul.cu and hopper/matmul_swiglu.cu; methods with names of Linear's launch them for it.
-    Operands and results are row-major, two-dimensional."""
+    """How Linear launches the kernels of hopper/matmul.cu and hopper/matmul_swiglu.cu. Operands and results are
+    row-major, two-dimensional."""
 
-    def __init__(self, matmul):
-        self.matmul, self.device, self.geometry = matmul, matmul.device, matmul.device.geometry
+    def __init__(self, device):
+        self.device, self.geometry = device, device.geometry
         tiles = WORKSPACE // (4 * self.geometry.MATMUL_BM * self.geometry.MATMUL_BN)  # whose sums the workspace holds
         with self.device.stream:
             self.done = cp.zeros((2, tiles), "int32")  # for each stream: parts of a tile added so far; 0 after the last
@@ -156,19 +163,6 @@ class MatmulKernels:
         narrow = columns != g.MATMUL_BN
         self.launch(name + "_narrow" * narrow, *out.shape, inp.shape[1], self.result(out, narrow),
                     self.operand(inp, g.MATMUL_BM), self.operand(weight, columns), *last, columns=columns)
-
-    def backward_inp(self, dinp, dout, weight, scale):
-        g = self.geometry
-        self.launch("matmul_backward_inp", *dinp.shape, dout.shape[1], self.result(dinp),
-                    self.operand(dout, g.MATMUL_BM), self.operand(weight, g.MATMUL_BK), float(scale))
-
-    def backward_weight(self, dweight, dout, inp, scale, splits=None):
-        """splits: into how many parts the inner dimension N is cut (split-K)."""
-        g, (OC, C), N = self.geometry, dweight.shape, inp.shape[0]
-        side = int(self.device.stream is self.device.side)
-        self.launch("matmul_backward_weight", OC, C, N, self.result(dweight, narrow=True), self.matmul.workspace[side],
-                    self.done[side], self.operand(dout, g.MATMUL_BK), self.operand(inp, g.MATMUL_BK), float(scale),
-                    splits=splits or self.splits(OC, C, N))
 
     def splits(self, OC, C, N, columns=None):
         """Into how many parts to cut N so that the tiles' parts fill the multiprocessors. A part costs as much as 1500

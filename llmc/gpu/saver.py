@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from llmc.gpu.precision import describe_precision
 from llmc.loop import Saver
 from llmc.outliers import notes_on, read_recent
-from llmc.resume import notes_of, restore, save_checkpoint
-from llmc.threads import leave_signals_alone
+from llmc.resume import read_notes, restore, save_checkpoint
 
 
 class TrainerSaver(Saver):
@@ -16,18 +15,17 @@ class TrainerSaver(Saver):
 
     def __init__(self, trainer):
         super().__init__(trainer, trainer.settings)
-        self.pool = ThreadPoolExecutor(1, initializer=leave_signals_alone)
+        self.pool = ThreadPoolExecutor(1)
         self.writing = None  # the save in progress
 
     def restore(self, step, loader, random):
         trainer, settings = self.model, self.settings
         owned = trainer.state_room()
         has_exact = restore(settings, owned, step, loader, random)
-        with notes_of(settings.output_dir, step) as notes:
-            recent = read_recent(notes)
-            if trainer.fp8 and not trainer.fp8.restore(notes) and trainer.ranks.is_first:
-                print("note: the checkpoint has no scales of FP8: this run finds its own", file=sys.stderr)
-        trainer.set_state(owned, has_exact, step, recent)
+        notes = read_notes(settings.output_dir, step)
+        if trainer.fp8 and not trainer.fp8.restore(notes) and trainer.ranks.is_first:
+            print("note: the checkpoint has no scales of FP8: this run finds its own", file=sys.stderr)
+        trainer.set_state(owned, has_exact, step, read_recent(notes))
         before, now = notes.get("precision"), describe_precision(settings)
         if before not in (None, now) and trainer.ranks.is_first:
             print(f"note: the checkpoint is of a run in {before}, this one is in {now}: pass the flags of the first run"

@@ -354,10 +354,6 @@ class OwnedShare(Owned):
 
     ranks = property(lambda self: self.shares.ranks)
 
-    def name_at(self, index):
-        piece = next(piece for piece in self.shares.pieces(self.rank) if index < piece.local + piece.size)
-        return super().name_at(piece.begin + index - piece.local)
-
     def read(self, f, header, hint):
         """Fill the arrays from the files of all ranks that wrote a state, any number of them; f: rank 0's."""
         ranks, ours, arrays = int(header[2]), bool(header[40]), self.in_file(header[4]).values()
