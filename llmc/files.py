@@ -80,7 +80,6 @@ def locked(directory, flag="-o"):
         yield
         return
     import fcntl  # here: Windows has none
-
     make_directory(directory)
     descriptor = os.open(directory, os.O_RDONLY)
     try:
