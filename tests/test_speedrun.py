@@ -132,8 +132,7 @@ def test_on_a_gpu(gpu, dtype, V, NH, tolerance):
 @pytest.mark.parametrize("V, N, sm_count", ((97, 3, None), (257, 50, 1), (8193, 97, 2), (50257, 291, None),
                                              (50257, 61, 4), (131072, 97, 12)))
 def test_classifier(gpu, monkeypatch, kind, V, N, sm_count):
-    """In float64: losses, dlogits, and the partial sums of dbias; logits up to where the cap is flat. In FP8, dlogits
-    are one of two neighbours in E5M2."""
+    """Losses, dlogits (in FP8, one of two neighbors) and dbias's partial sums; logits up to where the cap is flat."""
     precision, *portable = kind.split(", ")
     need({"fp8": "cuda-fp8"}.get(precision, precision))
     precision = FP8 if precision == "fp8" else PRECISIONS[precision]
