@@ -79,8 +79,7 @@ def check_numbers(whence, **values):
         ("top_k", Integral, lambda x: x >= 0, "0 or more"),
         ("top_p", Real, lambda x: 0 < x <= 1, "more than 0, and at most 1"),
         ("seed", Integral, lambda x: 1 <= x < 2**64, "1 to 2^64 - 1"),
-        ("learning_rate", Real, lambda x: 0 <= x < math.inf, "0 or more, and finite"),
-    ):
+        ("learning_rate", Real, lambda x: 0 <= x < math.inf, "0 or more, and finite")):
         if (value := values.get(name)) is not None and not (isinstance(value, kind) and is_right(value)):
             raise UserError(f"{whence}{name} {value!r}: expected {expected}")
 
@@ -88,11 +87,11 @@ def check_numbers(whence, **values):
 class Model:
     """A model on the CPU."""
 
-    OPTIONS = "beta1", "beta2", "eps", "weight_decay", "grad_clip", "B", "T", "dtype"
+    OPTIONS = "beta1", "beta2", "eps", "weight_decay", "grad_clip"
 
     def __init__(self, path, tokenizer="", **options):
         """path: a run's directory, a .bin file or a Hugging Face folder; tokenizer: a file, if it is not beside the
-        model; options: of the trainer, B, T and dtype on a GPU. Raises UserError if these are wrong."""
+        model; options: of AdamW, with the trainer's defaults. Raises UserError for files or options that are wrong."""
         if unknown := options.keys() - set(self.OPTIONS):
             raise UserError(f"{min(unknown)}: no such option: expected tokenizer, {', '.join(self.OPTIONS)}")
         architecture, self.config, params, self.tokenizer = load_with_vocabulary(path, tokenizer)
@@ -216,10 +215,11 @@ class GpuModel(Model):
     """A model on the GPU. Memory for batches of B sequences of T tokens is allocated at the start; a training step
     needs a full batch. dtype: "bfloat16", "fp8" or "float32"."""
 
+    OPTIONS = *Model.OPTIONS, "B", "T", "dtype"
+
     def open(self, architecture, params, options):
         from llmc.gpu.device import open_gpu
         from llmc.gpu.trainer import open_trainer
-
         architecture, gpu = on_gpu(architecture), open_gpu()
         settings = architecture.Settings(**{"T": min(1024, self.config.maxT), "graph": 0, **options})
         settings.check()

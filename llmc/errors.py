@@ -33,6 +33,8 @@ def import_package(module, user):
 
 def run_main(main):
     """Run `main()` and exit with the status that it returns, 1 for an error that a user can cause, 130 for Ctrl-C."""
+    # a stream is None if it is closed, by `>&-` say
+    sys.stdin, sys.stdout, sys.stderr = (f or open(os.devnull, "r+") for f in (sys.stdin, sys.stdout, sys.stderr))
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # a file name may not be printable
     try:
         status = main()

@@ -123,18 +123,16 @@ def gpt2_config_of(hf, path, Config):
     return Config(**size, Vp=padded(size["V"]))
 
 
-def to_ours(weight, order):
+def to_ours(weight, order, pairs=(2, -1)):
     """A weight of Hugging Face's in the order of ours. order: see llama_slices and gpt2_slices."""
     if order > 0:
-        return weight.reshape(order, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+        return weight.reshape(order, *pairs, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
     return weight.T if order else weight
 
 
 def to_theirs(weight, order):
     """The inverse of to_ours."""
-    if order > 0:
-        return weight.reshape(order, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
-    return weight.T if order else weight
+    return to_ours(weight, order, (-1, 2))
 
 
 def read_hf_folder(folder, gpt2, llama):

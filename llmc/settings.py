@@ -155,6 +155,7 @@ class Settings:
         expect("beta2", 0.0 <= self.beta2 < 1.0, "0 <= beta2 < 1")
         expect("eps", 1e-30 <= self.eps < 1e30, "1e-30 to 1e30 (the default is 1e-8)")
         expect("final_fraction", 0.0 <= self.final_fraction <= 1.0, "0 to 1")
+        expect("data", self.data, "the name of a file, not an empty one")
         batch, gpus = self.B * self.T * self.gpus, "*GPUs" if self.gpus > 1 else ""
         expect("total_batch_size", self.total_batch_size % batch == 0, f"a multiple of B*T{gpus} = {batch}")
         for name in ("hellaswag", "patience"):

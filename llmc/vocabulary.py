@@ -62,8 +62,7 @@ class Letters(Vocabulary):
             whole = letter.encode()
             tokens = [whole] if whole in self.ids else [bytes([byte]) for byte in whole]
             if not self.ids.keys() >= {*tokens}:
-                raise UserError(f"the character {letter!r} is not in the model's vocabulary of {len(self.tokens)}"
-                                " tokens")
+                raise UserError(f"the character {letter!r} is not among the {len(self.tokens)} tokens of the model")
             of[letter] = [self.ids[token] for token in tokens]
         return [id for letter in text for id in of[letter]]
 
