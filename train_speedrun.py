@@ -230,9 +230,7 @@ def orthogonalize(matrix, steps, coefficients):
     a, b, c = map(np.float32, coefficients)
     for _ in range(steps):
         square = x @ x.T
-        polynomial = b * square + c * (square @ square)
-        polynomial[np.diag_indices_from(square)] += a
-        x = polynomial @ x
+        x = a * x + (b * square + c * (square @ square)) @ x
     return x.T if is_tall else x
 
 

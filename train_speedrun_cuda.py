@@ -185,7 +185,7 @@ class Muon(AdamW):
             "u": Row((share,), dtype),  # of a stack: Nesterov's momentum, then the step
             **({"x": Row((matrices,), dtype)} if shares.ranks > 1 else {}),  # the same, whole matrices
             "y": Row((matrices,), dtype),  # a Newton-Schulz step reads one of x and y, and writes the other
-            "squares": Row((3, max(n * min(stack.rows, stack.columns)**2 for n, stack in own)), dtype),
+            "squares": Row((2, max(n * min(stack.rows, stack.columns)**2 for n, stack in own)), dtype),
             "partials": Row((cls.BLOCKS * max(n for n, _ in own),)),
         }
 
@@ -234,7 +234,7 @@ class Muon(AdamW):
         n, side, is_tall = len(x), min(stack.rows, stack.columns), stack.rows > stack.columns
         multiply = functools.partial(self.cublaslt.multiply, count=stack.count)
         y = self.y[: x.size].reshape(x.shape)
-        square, fourth, polynomial = (array[: n * side**2].reshape(n, side, side) for array in self.squares)
+        square, polynomial = (array[: n * side**2].reshape(n, side, side) for array in self.squares)
         grid = self.BLOCKS, n
         self.launch("muon_squares", grid, self.partials, x, stack.size)
         self.launch("muon_normalize", grid, x, self.partials, stack.size)
@@ -242,9 +242,8 @@ class Muon(AdamW):
         for _ in range(steps):
             transposed = x.swapaxes(1, 2)
             multiply(square, *((transposed, x) if is_tall else (x, transposed)))
-            multiply(fourth, square, square)
-            self.launch("muon_polynomial", grid, polynomial, square, fourth, a, b, c, side)
-            multiply(y, *((x, polynomial) if is_tall else (polynomial, x)))
+            multiply(polynomial, square, square, scale=c, addend=square, factor=b)
+            multiply(y, *((x, polynomial) if is_tall else (polynomial, x)), addend=x, factor=a)
             x, y = y, x
         return x
 

@@ -100,7 +100,7 @@ ARRAYS = {"encoder_forward": (0, 0), "encoder_backward_wpe": (0, 1), "residual_l
           "residual_layernorm_forward_fp8": (0, 1, 2, 8, 9), "residual_rmsnorm_forward": (0, 1, 3, 4),
           "residual_rmsnorm_forward_fp8": (0, 1, 2, 7, 8), "gelu_forward": (0, 1), "gelu_backward": (0, 2, 3, 4),
           "swiglu_forward": (0, 1), "swiglu_backward": (0, 1, 2, 3), "transpose": (1, 1), "quantize": (0, 1, 2),
-          "muon_squares": (1,), "muon_normalize": (0, 0), "muon_polynomial": (0, 1, 2), "loss_mean": (1,),
+          "muon_squares": (1,), "muon_normalize": (0, 0), "loss_mean": (1,),
           "global_norm": (1, 2), "prepare_scales": (), "prepare_update": ()}
 BYTES = {  # kernel -> the same, as bytes, where it depends on more
     "copy_batch": lambda batch, pinned, control, words, begin, end: 8 * (end - begin),

@@ -3,7 +3,6 @@
 //     muon_momentum   m += (1 - momentum) * (g - m);  u = (1 - momentum) * g + momentum * m        m =, u =
 //     muon_squares    partials[matrix] = sums of x^2                                               partials =
 //     muon_normalize  x /= (its norm + 1e-7)                                                       x = (in place)
-//     muon_polynomial out = a * 1 + b * square + c * fourth, of square matrices                    out =
 //     muon_update     params = params * (1 - learning_rate * decay) - learning_rate * scale * u    params =, master =
 //
 // https://kellerjordan.github.io/posts/muon/. The first and the last work on the chunks of a rank's share, as
@@ -64,21 +63,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) muon_normalize(element* x,
 #pragma unroll
         for (int k = 0; k < NUMBERS; k++) y.x[k] *= factor;
         store_quad(x + of.begin + i, y);
-    }
-}
-
-// out, square, fourth (matrices, side, side); grid (blocks of a matrix, matrices).
-extern "C" __global__ void __launch_bounds__(THREADS)
-muon_polynomial(element* out, const element* square, const element* fourth, float a, float b, float c, int side) {
-    const Numbers of(side * side);
-    for (int i = of.first; i < side * side; i += of.step) {
-        const Quad two = load_quad(square + of.begin + i), four = load_quad(fourth + of.begin + i);
-        Quad y;
-#pragma unroll
-        for (int k = 0; k < NUMBERS; k++) {
-            y.x[k] = b * two.x[k] + c * four.x[k] + ((i + k) % side == (i + k) / side ? a : 0.0f);
-        }
-        store_quad(out + of.begin + i, y);
     }
 }
 

@@ -66,16 +66,17 @@ class CublasLt:
         self.call(name, ctypes.byref(handle), *arguments)
         return handle
 
-    def multiply(self, out, a, b, bias=None, accumulate=False, scale=1.0, count=None):
-        """out (M,N) = (+=) scale * a (M,K) @ b (K,N) + bias (N,); or stacks of matrices, (n,M,N) and so on, by the
-        algorithm for a stack of `count`, by default n. Arrays are row-major; a and b may be transposed."""
+    def multiply(self, out, a, b, bias=None, scale=1.0, addend=None, factor=1.0, count=None):
+        """out (M,N) = scale * a (M,K) @ b (K,N) + bias (N,) + factor * addend (M,N), maybe out; or stacks, (n,M,N)
+        and so on, by the algorithm for a stack of `count`, by default n. a and b may be transposed."""
         plan = self.plan(out, a, b, bias, count)
-        scales = np.array([scale, accumulate], np.float32)
+        addend, factor = (out, 0) if addend is None else (addend, factor)
+        scales = np.array([scale, factor], np.float32)
         if bias is not None:
             self.set("MatmulDesc", plan.description, BIAS_POINTER, np.uint64(bias.data.ptr))
         with self.device.observe("cublaslt", (out, a, b)):
             self.call("cublasLtMatmul", self.handle, plan.description, scales.ctypes.data, b.data.ptr, plan.b,
-                      a.data.ptr, plan.a, scales.ctypes.data + 4, out.data.ptr, plan.out, out.data.ptr, plan.out,
+                      a.data.ptr, plan.a, scales.ctypes.data + 4, addend.data.ptr, plan.out, out.data.ptr, plan.out,
                       plan.proposal.ctypes.data, self.workspace().data.ptr, WORKSPACE, self.device.stream.ptr)
 
     def multiply_in_chains(self, out, a, b, scale=1.0):
@@ -85,7 +86,7 @@ class CublasLt:
             length //= 2
         for begin in range(0, K, length):
             part = slice(begin, begin + length)
-            self.multiply(out, a[:, part], b[part], accumulate=begin > 0, scale=scale)
+            self.multiply(out, a[:, part], b[part], scale=scale, addend=out if begin > 0 else None)
 
     def plan(self, out, a, b, bias, count):
         """A matmul's description for cuBLASLt, made once for each shape. cuBLASLt is column-major: our (M,N) array is

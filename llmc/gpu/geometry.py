@@ -63,7 +63,7 @@ KERNELS = {  # layer, after "hopper/" if there is a file for Hopper alone -> its
     "column_sums": kernels("column_sums"),
     "update": kernels("copy_batch", "loss_mean", "add_gradients", "global_norm", "prepare_update", "adamw_update",
                       "round_weights"),
-    "muon": kernels("muon_momentum", "muon_squares", "muon_normalize", "muon_polynomial", "muon_update"),
+    "muon": kernels("muon_momentum", "muon_squares", "muon_normalize", "muon_update"),
 }
 ATTENTION_FP8 = kernels(attention_backward_dquery_fp8="ATTENTION_DQUERY_SHARED",  # Hopper only
                         attention_backward_dkv_fp8="ATTENTION_DKV_SHARED")
