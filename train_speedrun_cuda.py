@@ -3,9 +3,9 @@ The speed run on a GPU: its GPT and Muon, by our CUDA kernels and cuBLASLt.
 
 The chapters are train_speedrun.py's; what architectures do alike is on GPT-2's and Llama 3's pages: read these pages
 first. Squared ReLU takes GELU's place in its kernels, and so is in the matmuls' epilogues on Hopper. Its slope is twice
-the root of its result, so that its input is not stored, but in FP8. The cap is in the classifier; QK-norm and the
-rotation are one pass after the qkv matmul, in FP8 its epilogue, and their gradients the end of attention's. Muon works
-on all matrices of a name at once, in bfloat16 or float32.
+the root of its result, so that its input is not stored. The cap is in the classifier; QK-norm and the rotation are one
+pass after the qkv matmul, in FP8 its epilogue, and their gradients the end of attention's. Muon works on all matrices
+of a name at once, in bfloat16 or float32.
 
     python train_speedrun_cuda.py -e s12 -i "data/fineweb_train_*.bin" -b 64 -d 524288 -x 3250 -o runs/speedrun
 """
@@ -49,7 +49,8 @@ class SpeedrunCudaSettings(MuonSettings, CudaSettings):
 # ----------------------------------------------------------------------------------------------------------------------
 # layout: the tables of activations
 
-RECOMPUTED = {0: (), 1: (), 2: ("ln1", "ln2")}  # rows that hold one layer at a time
+# rows that hold one layer at a time; 3: in FP8, which keeps a layer's in 8 bits
+RECOMPUTED = {0: (), 1: (), 2: ("ln1", "ln2"), 3: ("ln1", "ln2", "fch_relu2")}
 READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_relu2", "logits": "lnf"}  # as GPT-2's
 
 
@@ -70,7 +71,7 @@ def activation_table(config, B, T, precision, recompute):
         "residual2": Row((L, B, T, C), precision.residual, stacked=True),
         "ln2": Row((L, B, T, C), dtype, stacked=True),
         "ln2_rstd": Row((L, B, T), stacked=True),
-        "fch_relu2": Row((L, B, T, 4 * C), dtype, stacked=True),  # in FP8, which has this in 8 bits, its input
+        "fch_relu2": Row((L, B, T, 4 * C), dtype, stacked=True),
         "residual3": Row((L, B, T, C), precision.residual, stacked=True),
         "lnf": Row((B, T, C), dtype),
         "lnf_rstd": Row((B, T)),
@@ -83,7 +84,7 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
     """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
     L, NH, C, dtype = config.L, config.NH, config.C, precision.dtype
     rows = partial_rows(B, T, sm_count, geometry)
-    recomputed = {name: Row((B, T, C), dtype) for name in RECOMPUTED[recompute]}
+    recomputed = {name: Row((B, T, 4 * C if name == "fch_relu2" else C), dtype) for name in RECOMPUTED[recompute]}
     return {
         "forward": {"branch": Row((B, T, C), dtype), **recomputed},
         "classifier": {

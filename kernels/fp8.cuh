@@ -52,6 +52,17 @@ __device__ inline void round_squares(uint32 (&rows)[4], const float (&x)[16], fl
     }
 }
 
+// The reverse, of numbers that are not rounded.
+__device__ inline void floats_of_squares(float (&x)[16], const uint32 (&rows)[4]) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        float* const y = x + k / 2 * 8 + k % 2 * 2;
+        const __half2 low = __nv_cvt_fp8x2_to_halfraw2(rows[k] & 0xffff, __NV_E4M3);
+        const __half2 high = __nv_cvt_fp8x2_to_halfraw2(rows[k] >> 16, __NV_E4M3);
+        y[0] = __low2float(low), y[1] = __high2float(low), y[4] = __low2float(high), y[5] = __high2float(high);
+    }
+}
+
 // 1 / scale. A scale is a power of 2.
 __device__ inline float inverse_of_scale(float scale) { return __int_as_float(0x7f000000 - __float_as_int(scale)); }
 

@@ -1,6 +1,6 @@
 // GELU and its derivative at one number, for gelu.cu and for matmuls that apply them in their epilogues. The formulas,
 // with u and s, are in gelu.cu. With MODEL_RELU2, it is squared ReLU (So et al. 2021), x * s with s = max(x, 0), whose
-// derivative is 2 s. There, the backward pass reads the result, of which s is the root; in FP8, which is too coarse, x.
+// derivative is 2 s. There, the backward pass reads the result, of which s is the root.
 
 #pragma once
 
@@ -17,10 +17,8 @@ struct Gate {
 #if MODEL_RELU2
 __device__ inline float begin_gate(float x) { return x < 0.0f ? 0.0f : x; }  // NaN stays
 __device__ inline float end_gate(float s) { return s; }
-__device__ inline Gate gate(float x) {  // x: the result, except in FP8
-#if MATMUL_FP8
-    x = begin_gate(x);
-#elif BFLOAT16
+__device__ inline Gate gate(float x) {  // x: the result
+#if BFLOAT16
     asm("sqrt.approx.ftz.f32 %0, %0;" : "+f"(x));
 #else
     x = sqrtf(x);

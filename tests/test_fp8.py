@@ -88,11 +88,13 @@ def test_a_run_s_table_keeps_its_columns(tmp_path):
 
 @pytest.fixture
 def matmul(gpu, request):
-    """Of a model of C = 192 channels, or of request.param: with 160, some kernels have narrow tiles."""
+    """Of a model of C = 192 channels, or of request.param: with 160, some kernels have narrow tiles. "relu2": in GELU's
+    place."""
     need("cuda-fp8")
-    C = getattr(request, "param", GPT2.C)
+    kind = getattr(request, "param", GPT2.C)
+    C = GPT2.C if kind == "relu2" else kind
     config = dataclasses.replace(GPT2, C=C, NH=C // math.gcd(C, 64))
-    matmul = open_matmul(("matmul", "gelu", "fp8", "matmul_fp8"), config, FP8)
+    matmul = open_matmul(("matmul", "gelu", "fp8", "matmul_fp8"), config, FP8, normed=kind == "relu2")
     on_stream(matmul.device)
     matmul.allocate()
     return matmul
@@ -291,10 +293,14 @@ def test_matmul(fp8, M, N, K, sm_count):
         assert check_tensor("out", to_float32(out), expected, tolerance)
 
 
+with_gelu_or_relu2 = pytest.mark.parametrize("matmul", (GPT2.C, "relu2"), indirect=True)
+
+
 @pytest.mark.parametrize("sm_count", (None, 2), indirect=True)
 @pytest.mark.parametrize("M, N, K", SIZES[1:])
-def test_matmul_gelu(fp8, M, N, K, sm_count):
-    """out as without GELU; GELU as by gelu.cu and quantize, to the byte."""
+@with_gelu_or_relu2
+def test_matmul_gelu(request, fp8, M, N, K, sm_count):
+    """out as without GELU; GELU as by gelu.cu and quantize, to the byte. Of squared ReLU, out is not written."""
     (a, _), (b, _) = e4m3(M, K, seed=1), e4m3(N, K, seed=2)
     bias, scales = on_gpu(random(N, seed=3, dtype="bfloat16"), dtype="bfloat16"), on_gpu(np.float32([64, 8]))
     slot, operands = fp8.slot("fcproj", 1, "inp"), (a, scales[:1], b, scales[1:], bias)
@@ -309,6 +315,8 @@ def test_matmul_gelu(fp8, M, N, K, sm_count):
     fp8.multiply(wanted_out[: M * N].reshape(M, N), *operands)
     cuda.gelu_forward(fp8.device, gelu, wanted_out, whole, GPT2.F)
     fp8.quantize("fcproj", 1, "inp", gelu[: M * N].reshape(M, N), wanted)
+    if "relu2" in request.node.name:
+        wanted_out = unwritten(M * N, dtype="bfloat16")
     assert np.array_equal(out.get().ravel(), wanted_out.get()[: M * N])
     assert np.array_equal(got.get(), wanted.get())
     assert np.array_equal(noted[0], fp8.state.largest.get()) and np.array_equal(noted[1], fp8.state.counts.get())
@@ -316,17 +324,21 @@ def test_matmul_gelu(fp8, M, N, K, sm_count):
 
 @pytest.mark.parametrize("sm_count", (None, 2), indirect=True)
 @pytest.mark.parametrize("M, N, K", SIZES[1:])
-def test_matmul_gelu_backward(fp8, M, N, K, sm_count):
-    """Against float64, within E4M3's step; column sums in float32."""
-    (a, a64), (b, b64) = e4m3(M, K, seed=1), e4m3(N, K, seed=2)
+@with_gelu_or_relu2
+def test_matmul_gelu_backward(request, fp8, M, N, K, sm_count):
+    """Against float64, within E4M3's step; column sums in float32. Squared ReLU's reads its result."""
+    (a, a64), (b, b64), (gelu, numbers) = e4m3(M, K, seed=1), e4m3(N, K, seed=2), e4m3(M, N, seed=4)
+    gelu &= 127
     inp, scales = random(M, N, seed=3, spread=2, dtype="bfloat16"), on_gpu(np.float32([2.0**14, 8]))
     expected, dout = np.empty((M, N)), a64 @ b64.T / 2.0**17
     train_gpt2.gelu_backward(expected, inp.astype(np.float64), dout, inp.size)
+    if "relu2" in request.node.name:
+        expected = dout * 2 * np.sqrt(np.abs(numbers) / 2)
     slot, scale = fp8.slot("fc", 1, "dout"), 2.0 ** np.floor(np.log2(224 / np.abs(expected).max()))
     fp8.state.scales[slot] = scale
     got, partials = bytes_on_gpu((M, N)), unwritten(blocks(M, 128), N)
-    fp8.multiply_gelu_backward(got, partials, a, scales[:1], b, scales[1:], on_gpu(inp, dtype="bfloat16"),
-                               fp8.noted("fc", 1, "dout"))
+    fp8.multiply_gelu_backward(got, partials, a, scales[:1], b, scales[1:], on_gpu(inp, dtype="bfloat16"), gelu,
+                               on_gpu(np.float32([2])), fp8.noted("fc", 1, "dout"))
     plain = decode_e4m3(natural(got.get(), COLUMN_ORDER))
     assert (np.abs(plain - expected * scale) <= np.abs(expected * scale) * 2.0**-4 + 224 * 2.0**-8).all()
     assert np.abs(plain - expected * scale).mean() < 2.0**-5 * np.abs(expected * scale).mean()

@@ -127,6 +127,11 @@ struct ByteSquares {
     __device__ void store(const uint32 (&rows)[4], int c) const {  // of squares 2c and 2c + 1
         store_tiles(rows, row + (c ^ swizzle) * 16);
     }
+    __device__ void load(float (&x)[16], int c) const {
+        uint32 rows[4];
+        load_tiles<0>(rows, reinterpret_cast<const element*>(row + (c ^ swizzle) * 16));
+        floats_of_squares(x, rows);
+    }
 };
 
 // A tile's accumulators * factor + bias, rounded: [half][2 * j + k] are columns 8j + 2t and 8j + 2t + 1 of row g + 8k
@@ -195,7 +200,7 @@ __device__ __forceinline__ void fill_half_strip(const Squares<HALF_COLUMNS>& hal
     }
 }
 
-// Boxes of the maps: out 128 x 32; in 8 bits 128 x 32; a, b as above.
+// Boxes of the maps: out 128 x 32; in 8 bits 128 x 32; a, b as above. Squared ReLU's out is not stored: see gelu.cuh.
 extern "C" __global__ void __launch_bounds__(GELU_THREADS, 1)
 matmul_fp8_gelu(MAP out, MAP gelu, MAP a, MAP b, const element* bias, const float* a_scale, const float* b_scale,
                 const float* gelu_scale, int* largest, int64* counts, int M, int N, int K, int band) {
@@ -226,10 +231,11 @@ matmul_fp8_gelu(MAP out, MAP gelu, MAP a, MAP b, const element* bias, const floa
                 outs.load(pairs[1], 2 * c + 1);
 #pragma unroll
                 for (int k = 0; k < 16; k++) y[k] = number(pairs[k / 8], k % 8);
-                gates(gate, y);
+                if (!MODEL_RELU2) gates(gate, y);
+                const auto result = [&](int k) { return MODEL_RELU2 ? ::gelu(y[k]) : __fmul_rn(y[k], gate[k].s); };
 #pragma unroll
                 for (int k = 0; k < 16; k += 2) {  // rounded to bfloat16 first, so that it can be recomputed from out
-                    results[k / 2] = as_pair(__fmul_rn(y[k], gate[k].s), __fmul_rn(y[k + 1], gate[k + 1].s));
+                    results[k / 2] = as_pair(result(k), result(k + 1));
                     const float2 scaled = as_floats(times(results[k / 2], scales));
                     y[k] = scaled.x, y[k + 1] = scaled.y;
                 }
@@ -240,7 +246,7 @@ matmul_fp8_gelu(MAP out, MAP gelu, MAP a, MAP b, const element* bias, const floa
             fence_for_async();
             warpgroup_sync();
             if (leads_warpgroup()) {
-                store_box(&out, strip, column, item.row, 0);
+                if (!MODEL_RELU2) store_box(&out, strip, column, item.row, 0);
                 store_box(&gelu, strip + HALF_STRIP, column, item.row, 0);
                 stores_commit();
             }
@@ -250,11 +256,14 @@ matmul_fp8_gelu(MAP out, MAP gelu, MAP a, MAP b, const element* bias, const floa
 }
 
 // Each consumer has room for four half strips: two of inp, one of dout @ weight, and one of dinp in 8 bits. Its first
-// thread loads inp's: two before the mainloop, the others later, from the L2 cache. Boxes: inp 128 x 32.
+// thread loads inp's: two before the mainloop, the others later, from the L2 cache. Boxes: inp 128 x 32. Squared ReLU
+// reads gelu, in 8 bits, not inp.
 extern "C" __global__ void __launch_bounds__(GELU_THREADS, 1)
-matmul_fp8_gelu_backward(MAP dinp, float* partials, MAP a, MAP b, MAP inp, const float* a_scale, const float* b_scale,
-                         const float* dinp_scale, int* largest, int64* counts, int M, int N, int K, int band) {
+matmul_fp8_gelu_backward(MAP dinp, float* partials, MAP a, MAP b, MAP inp, MAP gelu, const float* a_scale,
+                         const float* b_scale, const float* gelu_scale, const float* dinp_scale, int* largest,
+                         int64* counts, int M, int N, int K, int band) {
     const Sizes z = {M, N, K, band, 1};
+    const TensorMap& read = MODEL_RELU2 ? gelu : inp;
     constexpr int STRIPS = GELU_BN / HALF_COLUMNS;
     __shared__ Mbarrier inp_full[GELU_CONSUMERS][2];         // guards the half strips of inp
     __shared__ float sums[GELU_CONSUMERS][4][HALF_COLUMNS];  // column sums over the rows of each warp
@@ -265,14 +274,15 @@ matmul_fp8_gelu_backward(MAP dinp, float* partials, MAP a, MAP b, MAP inp, const
     int current = 0;  // which of the consumer's half strips this is
     const auto load_strip = [&](const Item& item, element* strips, int s, int number) {
         Mbarrier* const full = &inp_full[consumer][number % 2];
-        mbarrier_arrive_expect_tx(full, HALF_STRIP * sizeof(element));
-        load_box(strips + number % 2 * HALF_STRIP, &inp, full, item.column + HALF_COLUMNS * s, item.row, 0);
+        mbarrier_arrive_expect_tx(full, HALF_STRIP * (MODEL_RELU2 ? 1 : sizeof(element)));
+        load_box(strips + number % 2 * HALF_STRIP, &read, full, item.column + HALF_COLUMNS * s, item.row, 0);
     };
     matmul<GELU_BN, 0, 0, false, 1, GELU_CONSUMERS>(
         a, b, z,
         [&](Accumulators<GELU_BN>& acc, const Item& item, element* strips) {
             const float unscale = inverse_of_scale(*dinp_scale);
             const float factor = *dinp_scale * factor_of(a_scale, b_scale);
+            const float root = MODEL_RELU2 ? gate(inverse_of_scale(*gelu_scale)).s : 1.0f;
             element *const dgelu = strips + STRIP, *const result = dgelu + HALF_STRIP;
             const Squares<HALF_COLUMNS> dgelus(dgelu);
             const ByteSquares dinps(result);
@@ -282,7 +292,8 @@ matmul_fp8_gelu_backward(MAP dinp, float* partials, MAP a, MAP b, MAP inp, const
 #pragma unroll 1
             for (int s = 0; s < STRIPS; s++, current++) {
                 const int column = item.column + HALF_COLUMNS * s;
-                const Squares<HALF_COLUMNS> inps(strips + current % 2 * HALF_STRIP);
+                element* const inp_strip = strips + current % 2 * HALF_STRIP;
+                const Squares<HALF_COLUMNS> inps(inp_strip);
                 float* const of_warp = sums[consumer][threadIdx.x % WARPGROUP / 32];
                 fill_half_strip(dgelus, pairs_of_tile, s);
                 wait_strip_empty<0>();
@@ -293,15 +304,21 @@ matmul_fp8_gelu_backward(MAP dinp, float* partials, MAP a, MAP b, MAP inp, const
                     uint32 pairs[2][4], rows[4];
                     float x[16], total[4];
                     Gate gate[16];
-                    inps.load(pairs[0], 2 * c);
-                    inps.load(pairs[1], 2 * c + 1);
+                    if (MODEL_RELU2) {
+                        ByteSquares(inp_strip).load(x, c);
+                    } else {
+                        inps.load(pairs[0], 2 * c);
+                        inps.load(pairs[1], 2 * c + 1);
 #pragma unroll
-                    for (int k = 0; k < 16; k++) x[k] = number(pairs[k / 8], k % 8);
+                        for (int k = 0; k < 16; k++) x[k] = number(pairs[k / 8], k % 8);
+                    }
                     dgelus.load(pairs[0], 2 * c);
                     dgelus.load(pairs[1], 2 * c + 1);
                     gates(gate, x);
 #pragma unroll
-                    for (int k = 0; k < 16; k++) x[k] = number(pairs[k / 8], k % 8) * gelu_derivative(x[k], gate[k]);
+                    for (int k = 0; k < 16; k++) {
+                        x[k] = number(pairs[k / 8], k % 8) * (root * gelu_derivative(x[k], gate[k]));
+                    }
 #pragma unroll
                     for (int k = 0; k < 4; k++) {
                         const int first = k / 2 * 4 + k % 2;  // row g, then row g + 8, of both halves
@@ -333,7 +350,7 @@ matmul_fp8_gelu_backward(MAP dinp, float* partials, MAP a, MAP b, MAP inp, const
         [&](const Item& item, element* strips) {  // before the mainloop
             if (!leads_warpgroup()) return;
             for (int s = 0; s < 2; s++) load_strip(item, strips, s, current + s);
-            for (int s = 2; s < STRIPS; s++) prefetch_box(&inp, item.column + HALF_COLUMNS * s, item.row, 0);
+            for (int s = 2; s < STRIPS; s++) prefetch_box(&read, item.column + HALF_COLUMNS * s, item.row, 0);
         });
 }
 

@@ -176,13 +176,13 @@ class Fp8:
                        *self.operands_of(a, b, columns), bias, a_scale, b_scale, *noted, columns=columns,
                        threads=self.device.geometry.MATMUL_GELU_THREADS)
 
-    def multiply_gelu_backward(self, dinp, partials, a, a_scale, b, b_scale, inp, noted):
+    def multiply_gelu_backward(self, dinp, partials, a, a_scale, b, b_scale, inp, gelu, gelu_scale, noted):
         """dinp (M,N) in 8 bits = a (M,K) @ b (N,K)^T * GELU'(inp (M,N)) * its scale; partials (tiles,N): column sums.
-        """
+        Of squared ReLU, gelu (M,N) is read, in 8 bits, not inp."""
         kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
         kernels.launch("matmul_fp8_gelu_backward", *inp.shape, a.shape[1], kernels.result(dinp, True), partials,
-                       *self.operands_of(a, b, columns), kernels.result(inp, True), a_scale, b_scale, *noted,
-                       columns=columns, threads=self.device.geometry.MATMUL_GELU_THREADS)
+                       *self.operands_of(a, b, columns), kernels.result(inp, True), kernels.result(gelu, True), a_scale,
+                       b_scale, gelu_scale, *noted, columns=columns, threads=self.device.geometry.MATMUL_GELU_THREADS)
 
     def multiply_long(self, kernel, out, a, a_scale, b, b_scale, scale, across=False, splits=None):
         """out (M,N) = scale * a^T @ b (N,K)^T, a (K,M), with sums in float32; K is cut into `splits` parts. kernel:
@@ -288,7 +288,8 @@ class Fp8Linear(NamedTuple):
         """fc's gradient = dout @ weight * GELU'(inp (N,C)), partials = its column sums; dinp (N,C): not written."""
         self.fp8.multiply_gelu_backward(self.fp8.operands.fc_dout, partials, self.operand(dout).plain,
                                         self.scale("dout"), self.of_this_layer("w_t"), self.scale("weight"),
-                                        rows(inp), self.fp8.noted("fc", self.l, "dout"))
+                                        rows(inp), self.of_this_layer("_inp"), self.scale("inp"),
+                                        self.fp8.noted("fc", self.l, "dout"))
 
     def backward_weight(self, dout, inp, scale=1.0):
         """dweight (OC,C) = scale * dout^T @ inp. inp (N,C): read only if it is fcproj's and was recomputed."""
@@ -320,7 +321,7 @@ class Fp8Passes:
     @classmethod
     def tables(cls, config, settings, *arguments):
         """The inputs of matmuls are kept in 8 bits: in bfloat16, there is one layer's at a time."""
-        return super().tables(config, dataclasses.replace(settings, recompute=2), *arguments)
+        return super().tables(config, dataclasses.replace(settings, recompute=max(cls.RECOMPUTED)), *arguments)
 
     def training_activations(self, B, T):
         """The activations of an update: normalizations, and attention's backward pass, find where to write 8 bits."""
