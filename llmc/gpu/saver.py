@@ -1,6 +1,5 @@
 """Checkpoints of a Trainer: written while training goes on, and read to resume it."""
 
-import functools
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,7 +19,9 @@ class TrainerSaver(Saver):
 
     def restore(self, step, loader, random):
         trainer, settings = self.model, self.settings
-        owned = trainer.state_room()
+        owned = trainer.state_now(room=True)
+        if not settings.precision.bf16:
+            owned.exact = owned.state["m"].copy()  # for float32 weights, which a run in bfloat16 has saved
         has_exact = restore(settings, owned, step, loader, random)
         notes = read_notes(settings.output_dir, step)
         if trainer.fp8 and not trainer.fp8.restore(notes) and trainer.ranks.is_first:
@@ -39,12 +40,10 @@ class TrainerSaver(Saver):
         params = trainer.params_now() if ranks.is_first else None
         notes = {**notes, "precision": describe_precision(settings), **notes_on(trainer.recent_values()),
                  **(trainer.fp8.notes() if trainer.fp8 else {})}
-        write = functools.partial(save_checkpoint, settings, trainer.config, params, trainer.state_now(), progress,
-                                  notes, version=5 if settings.precision.bf16 else 3, ranks=ranks)
-        if ranks.size > 1:
-            write()
-        else:
-            self.writing = self.pool.submit(write)
+        self.writing = self.pool.submit(save_checkpoint, settings, trainer.config, params, trainer.state_now(),
+                                        progress, notes, 5 if settings.precision.bf16 else 3, ranks)
+        if ranks.size > 1:  # whose messages would meet those of the next steps
+            self.wait()
 
     def complete(self):
         self.model.complete_weights()
