@@ -45,10 +45,9 @@ def count_gpus():
     """Return how many GPUs CUDA sees, or raise UserError that says what is missing. Takes no memory on them."""
     if MISSING is not None:
         reason = next((line.strip() for line in str(MISSING).splitlines() if line.strip(" =-")), repr(MISSING))
-        what = f"the Python package {MISSING.name} cannot"
-        if not MISSING.name:
-            what = f"CuPy, or a package beside it, cannot ({reason})"
-        raise UserError(f"{what} be imported: pip install -r requirements-gpu.txt; {INSTEAD}")
+        found = f"the Python package {MISSING.name} cannot" if MISSING.name else (
+            f"CuPy, or a package beside it, cannot ({reason})")
+        raise UserError(f"{found} be imported: pip install -r requirements-gpu.txt; {INSTEAD}")
     try:
         count, reason = cp.cuda.runtime.getDeviceCount(), "none is visible"
     except cp.cuda.runtime.CUDARuntimeError as error:
