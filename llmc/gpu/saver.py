@@ -15,7 +15,7 @@ class TrainerSaver(Saver):
     def __init__(self, trainer):
         super().__init__(trainer, trainer.settings)
         self.pool = ThreadPoolExecutor(1)
-        self.writing = None  # the save in progress
+        self.complete, self.writing = trainer.complete_weights, None  # writing: the save in progress
 
     def restore(self, step, loader, random):
         trainer, settings = self.model, self.settings
@@ -36,7 +36,7 @@ class TrainerSaver(Saver):
         """Copy weights and state to the host, and start to write them."""
         self.wait()
         trainer, settings, ranks = self.model, self.settings, self.model.ranks
-        trainer.complete_weights()
+        self.complete()
         params = trainer.params_now() if ranks.is_first else None
         notes = {**notes, "precision": describe_precision(settings), **notes_on(trainer.recent_values()),
                  **(trainer.fp8.notes() if trainer.fp8 else {})}
@@ -44,9 +44,6 @@ class TrainerSaver(Saver):
                                         progress, notes, 5 if settings.precision.bf16 else 3, ranks)
         if ranks.size > 1:  # whose messages would meet those of the next steps
             self.wait()
-
-    def complete(self):
-        self.model.complete_weights()
 
     def wait(self):
         writing, self.writing = self.writing, None

@@ -130,8 +130,7 @@ def check_memory(architecture, config, settings, device, text=False):
 
 
 class ForwardPasses:
-    """What a Trainer and an Evaluator share: forward passes over the host's batches. They allocate params, batch, model
-    and loss (1,)."""
+    """What a Trainer and an Evaluator share: forward passes over the host's batches. They set params, model, batch."""
 
     grads = None
 
@@ -140,6 +139,7 @@ class ForwardPasses:
         self.device, self.matmul = matmul.device, matmul
 
     def make_model(self, B, T):
+        self.loss = cp.zeros(1, np.float32)  # of an evaluation
         tables = self.architecture.tables(self.config, self.settings, B, T, self.device.sm_count, self.device.geometry)
         buffers = {what: cp.empty(group_bytes(group), np.uint8) for what, group in tables.items()}
         return self.architecture(self.config, self.settings, self.matmul, self.params, self.grads, buffers)
@@ -173,7 +173,6 @@ class Evaluator(ForwardPasses):
         with self.device.stream:
             self.params = allocate(architecture.parameter_table(config), cp)
             copy_weights(self.device, self.params, params)
-            self.loss = cp.zeros(1, np.float32)
             matmul.allocate()
 
     def allocate_activations(self, B, T):
@@ -201,10 +200,9 @@ class Trainer(ForwardPasses):
             from llmc.gpu.several import zero
             architecture = zero.on_several(architecture, zero.SharedPasses)
             optimizer = zero.on_several(optimizer, zero.SharedUpdate)
+            self.peers = zero.Nccl(ranks)  # takes memory, before check_memory; its messages' buffers are RESERVE's
         super().__init__(architecture, config, settings, matmul)
         self.ranks, self.precision, device = ranks, settings.precision, self.device
-        if ranks.size > 1:  # before check_memory, as a communicator takes memory; its messages' buffers are RESERVE's
-            self.peers = zero.Nccl(ranks)
         zeros = self.peers.allocate if self.peers else lambda size: cp.zeros(size, np.uint8)
         self.plan = check_memory(architecture, config, settings, device, text)
         with device.stream:
@@ -230,7 +228,6 @@ class Trainer(ForwardPasses):
             self.acts = self.model.training_activations(settings.B, settings.T)
             matmul.allocate(transposed_elements(config, settings))
             self.batch = allocate(batch_table(settings.B, settings.T, settings.own_micro_steps), cp)
-            self.loss = cp.zeros(1, np.float32)  # of an evaluation
         if text:
             self.decoder = Decoder(architecture, device, config, self.params, self.precision, 1, settings.T)
 

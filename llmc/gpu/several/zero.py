@@ -274,8 +274,7 @@ class SharedUpdate:
         self.scalars = self.own_scalars.copy()  # of all ranks
 
     def loss(self, i):
-        number = i * self.ranks + self.several.ranks.rank  # among the update's micro-batches
-        return self.own_scalars[number : number + 1]
+        return super().loss(i * self.ranks + self.several.ranks.rank)  # its number among the update's micro-batches
 
     def accumulate(self, i):
         self.device.wait(self.several.gradients_arrived.get(REST))
