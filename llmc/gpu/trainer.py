@@ -17,7 +17,7 @@ from llmc.errors import UserError
 from llmc.gpu.batch import batch_table, sort_tokens, sorted_tokens
 from llmc.gpu.cublaslt import WORKSPACE
 from llmc.gpu.decoder import Decoder, decode_files
-from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, record_event, to_float32
+from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, to_float32
 from llmc.gpu.geometry import check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import ALIGN, Matmul
 from llmc.gpu.precision import copy_weights
@@ -329,7 +329,9 @@ class Trainer(ForwardPasses):
         if self.weights_behind:
             with self.device.stream as stream:
                 self.several.send_all_weights()
-            self.wait(record_event(stream))
+            sent = cp.cuda.Event()
+            sent.record(stream)
+            self.wait(sent)
         self.weights_behind = False
 
     def close(self):
