@@ -407,6 +407,11 @@ class FakeStream:
     def __exit__(self, *_):
         self.fake.current.pop()
 
+    def record(self):
+        event = FakeEvent()
+        event.record(self)
+        return event
+
     def wait_event(self, event):
         assert event.recorded, "waits for an event that was never recorded"
         self.capture = self.capture or event.capture  # so a stream joins a capture

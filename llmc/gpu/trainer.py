@@ -329,9 +329,7 @@ class Trainer(ForwardPasses):
         if self.weights_behind:
             with self.device.stream as stream:
                 self.several.send_all_weights()
-            sent = cp.cuda.Event()
-            sent.record(stream)
-            self.wait(sent)
+            self.wait(stream.record())
         self.weights_behind = False
 
     def close(self):
