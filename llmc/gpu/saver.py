@@ -21,7 +21,7 @@ class TrainerSaver(Saver):
         trainer, settings = self.model, self.settings
         owned = trainer.state_now(room=True)
         if not settings.precision.bf16:
-            owned.exact = owned.state["m"].copy()  # for float32 weights, which a run in bfloat16 has saved
+            owned.exact = owned.state["m"].copy()  # room for the float32 weights of a run in bfloat16
         has_exact = restore(settings, owned, step, loader, random)
         notes = read_notes(settings.output_dir, step)
         if trainer.fp8 and not trainer.fp8.restore(notes) and trainer.ranks.is_first:
@@ -40,10 +40,12 @@ class TrainerSaver(Saver):
         params = trainer.params_now() if ranks.is_first else None
         notes = {**notes, "precision": describe_precision(settings), **notes_on(trainer.recent_values()),
                  **(trainer.fp8.notes() if trainer.fp8 else {})}
-        self.writing = self.pool.submit(save_checkpoint, settings, trainer.config, params, trainer.state_now(),
-                                        progress, notes, 5 if settings.precision.bf16 else 3, ranks)
-        if ranks.size > 1:  # whose messages would meet those of the next steps
-            self.wait()
+        arguments = (settings, trainer.config, params, trainer.state_now(), progress, notes,
+                     5 if settings.precision.bf16 else 3, ranks)
+        if ranks.size > 1:
+            save_checkpoint(*arguments)
+        else:
+            self.writing = self.pool.submit(save_checkpoint, *arguments)
 
     def wait(self):
         writing, self.writing = self.writing, None
