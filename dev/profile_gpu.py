@@ -192,13 +192,12 @@ class Profile:
 
     @contextlib.contextmanager
     def __call__(self, name, arguments):
-        stream, start, end = self.trainer.device.stream, cp.cuda.Event(), cp.cuda.Event()
-        trainer = self.trainer
+        trainer, start, end = self.trainer, cp.cuda.Event(), cp.cuda.Event()
         what = label(name, arguments, trainer.params, trainer.grads, trainer.fp8 and trainer.fp8.operands)
         cp.cuda.nvtx.RangePush(what)
-        start.record(stream)
+        start.record(trainer.device.stream)
         yield
-        end.record(stream)
+        end.record(trainer.device.stream)
         cp.cuda.nvtx.RangePop()
         self.launches.append((what, name, arguments, start, end))
 
@@ -218,11 +217,9 @@ class Profile:
 
 
 def time_launches(trainer, steps):
-    """Time `steps` steps, launch by launch; return Profile.rows.
-
-    A `hold` kernel keeps the GPU busy until Python has launched the step, or as much as the driver's queue takes (some
-    300 kernels), because the GPU must not wait for Python between the two events of a kernel.
-    """
+    """Time `steps` steps, launch by launch; return Profile.rows. A `hold` kernel keeps the GPU busy until Python has
+    launched the step, or as much as the driver's queue takes (some 300 kernels), because the GPU must not wait for
+    Python between the two events of a kernel."""
     device, settings, rng = trainer.device, trainer.settings, np.random.default_rng(0)
     trainer.graph, launching = None, 0.0  # seconds
     for step in range(4 + steps):

@@ -11,6 +11,7 @@ as a forward pass longer than on one GPU, because it waits for weights, or as a 
 last gradients travel.
 """
 
+import contextlib
 import datetime
 import itertools
 import statistics
@@ -19,7 +20,7 @@ import root  # noqa: F401  (it finds the modules)
 import numpy as np
 
 import train_gpt2_cuda as cuda
-from llmc.gpu.device import cp, describe_gpu, open_gpu
+from llmc.gpu.device import check, cp, describe_gpu, driver, open_gpu
 from llmc.errors import run_main
 from llmc.gpu.trainer import open_trainer
 from llmc.resume import read_start
@@ -32,20 +33,26 @@ COLORS = {"forward": "C0", "backward": "C1", "add": "C5", "norm": "C3", "adamw":
           "gradients": "C1"}
 
 
-def time_spans(trainer, steps):
+@contextlib.contextmanager
+def note(device, spans, name):
+    """In place of Device.span: spans[name, stream] = events when it begins and ends, also in each replay of a graph."""
+    stream, events = device.stream, (cp.cuda.Event(), cp.cuda.Event())
+    flag = driver.CUevent_record_flags(stream.is_capturing())  # 1: each replay records the event
+    check(driver.cuEventRecordWithFlags(events[0].ptr, stream.ptr, flag))
+    yield
+    check(driver.cuEventRecordWithFlags(events[1].ptr, stream.ptr, flag))
+    spans[name, "comm" if stream is device.comm else "main"] = events
+
+
+def time_spans(trainer, spans, steps):
     """Return {(name, stream): (begin, end)}: medians in ms since the step's first forward pass began."""
-    device, settings, rng = trainer.device, trainer.settings, np.random.default_rng(0)
-    found = {}
+    settings, rng, found = trainer.settings, np.random.default_rng(0), {}
     for step in range(3 + steps):
-        device.spans = [] if trainer.graph is None else device.spans
-        shape = settings.own_micro_steps, 2, settings.B, settings.T
-        batches = rng.integers(0, trainer.config.V, shape, dtype=np.int32)
+        batches = rng.integers(0, trainer.config.V, (settings.own_micro_steps, 2, settings.B, settings.T), np.int32)
         trainer.end_step(trainer.begin_step(batches, 0.0))
-        if step >= 3:
-            first = next(before for name, _, before, _ in device.spans if name == "forward 0")
-            for name, stream, *events in device.spans:
-                times = [cp.cuda.get_elapsed_time(first, event) for event in events]
-                found.setdefault((name, stream), []).append(times)
+        first, _ = spans["forward 0", "main"]
+        for span, events in spans.items() if step >= 3 else ():
+            found.setdefault(span, []).append([cp.cuda.get_elapsed_time(first, event) for event in events])
     return {span: tuple(map(statistics.median, zip(*times))) for span, times in found.items()}
 
 
@@ -98,10 +105,10 @@ def work(settings, ranks):
     config, params, _ = read_start(settings, None, None, cuda.GPT2)
     ranks.check_alike(gpu, settings, config, params)
     trainer = open_trainer(cuda.GPT2, gpu, config, params, settings, ranks)
-    trainer.device.spans = []
+    noted = {}
+    trainer.device.span = lambda name: note(trainer.device, noted, name)
     trainer.prepare()
-    trainer.device.spans = list({span[:2]: span for span in trainer.device.spans}.values())  # the graph's come last
-    spans = time_spans(trainer, STEPS)
+    spans = time_spans(trainer, noted, STEPS)
     trainer.close()
     if ranks.is_first:
         machine = (f"{describe_gpu(gpu, ranks.size)}; {settings.model} in {settings.dtype}, B={settings.B} on each GPU,"
@@ -113,9 +120,5 @@ def work(settings, ranks):
     return 0
 
 
-def main():
-    return on_ranks(cuda.CudaSettings, "Draw when the parts of a training step run.", work)
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: on_ranks(cuda.CudaSettings, "Draw when the parts of a training step run.", work))

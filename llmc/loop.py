@@ -17,7 +17,6 @@ from llmc.checkpoint import Progress, owned_by_one
 from llmc.dataloader import open_data
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError
 from llmc.files import EXPORT, HELLASWAG
-from llmc.llmc_lines import LlmcCudaLines, LlmcLines
 from llmc.logger import Log
 from llmc.outliers import notes_on, read_recent
 from llmc.progress import Console
@@ -75,7 +74,10 @@ class Loop(contextlib.AbstractContextManager):
         if self.begin > self.settings.steps:
             raise UserError(f"{settings.output}: its checkpoint is of step {self.begin}, beyond -x"
                             f" {self.settings.steps}: pass a larger -x")
-        self.console = (Console if settings.lines == "short" else LlmcCudaLines if resolve else LlmcLines)(self)
+        self.console = Console(self)
+        if settings.lines == "llmc":
+            from llmc.llmc_lines import LlmcCudaLines, LlmcLines  # here: few runs need them
+            self.console = (LlmcCudaLines if resolve else LlmcLines)(self)
 
     def __exit__(self, kind, *_):
         self.console.erase()
@@ -226,11 +228,9 @@ class Saver:
         model, owned = self.model, owned_by_one(self.model.optimizer)
         save_checkpoint(self.settings, model.config, model.params, owned, progress, notes | notes_on(model.recent))
 
-    def nothing(self, *_):
-        """No-op on the CPU; llmc/gpu/saver.py saves in the background."""
-
-    complete = wait = nothing  # wait until the weights that other GPUs send are there; until the checkpoint is written
-    check = close = nothing  # raise the error of a checkpoint that failed, without a wait; end, by an exception or not
+    # on GPUs: wait for the weights that others send; until the checkpoint is written; raise the error of one that
+    # failed, without a wait; end, by an exception or not
+    complete = wait = check = close = lambda *_: None
 
 
 def validate(forward, loader, batches, starmap=itertools.starmap):

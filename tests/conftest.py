@@ -407,8 +407,10 @@ class FakeStream:
     def __exit__(self, *_):
         self.fake.current.pop()
 
-    def is_capturing(self):
-        return self.capture is not None
+    def record(self):
+        event = FakeEvent()
+        event.record(self)
+        return event
 
     def wait_event(self, event):
         assert event.recorded, "waits for an event that was never recorded"
@@ -464,8 +466,7 @@ class FakeGPU:
         self.cp, self.cublaslt = self.make_cupy(type("CudaError", (RuntimeError,), {})), FakeCublasLt(self)
         names = unittest.mock.sentinel  # each stands for itself
         self.driver = SimpleNamespace(CUtensorMapDataType=names, CUtensorMapSwizzle=names, CUtensorMapInterleave=names,
-            CUtensorMapL2promotion=names, CUtensorMapFloatOOBfill=names, CUresult=names, CUevent_record_flags=names,
-            cuuint64_t=int, cuuint32_t=int, cuEventRecordWithFlags=lambda *_: (names.CUDA_SUCCESS,),
+            CUtensorMapL2promotion=names, CUtensorMapFloatOOBfill=names, CUresult=names, cuuint64_t=int, cuuint32_t=int,
             cuTensorMapEncodeTiled=lambda *_: (names.CUDA_SUCCESS, SimpleNamespace(opaque=range(16))))
 
     def make_cupy(self, error):

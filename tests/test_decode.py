@@ -84,8 +84,7 @@ def test_kernels_compile_with_no_gpu(arch, precision, configs):
     precision = PRECISIONS[precision]
     for config in configs:
         geometry, shared = launch_geometry(config, precision, arch), SHARED.get(arch, SHARED["sm_90a"])
-        vars(geometry).update(decode_geometry(architecture_of(config), config, precision, shared))
-        for file in decode_files(architecture_of(config), config, precision, geometry):
+        for file in decode_files(architecture_of(config), config, precision, geometry, shared):
             compile_file(file, arch)
 
 

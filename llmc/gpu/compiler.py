@@ -1,7 +1,6 @@
 """Compiling kernels, which needs no GPU, and the cache that keeps them from one start to the next."""
 
 import contextlib
-import glob
 import hashlib
 import importlib.metadata
 import json
@@ -82,7 +81,7 @@ def compiler_version():
 
 def kernel_key(name, arch, constants):
     """What a cubin depends on, as text."""
-    headers = sorted(glob.glob(os.path.join(KERNEL_DIRECTORY, "**", "*.cuh"), recursive=True))
+    headers = sorted(map(str, Path(KERNEL_DIRECTORY).rglob("*.cuh")))
     texts = [Path(path).read_text() for path in (os.path.join(KERNEL_DIRECTORY, f"{name}.cu"), *headers)]
     return "\n".join([compiler_version(), arch, json.dumps(constants), *texts])
 

@@ -35,12 +35,13 @@ DECODE = {  # file -> its kernels
 }
 
 
-def decode_files(architecture, config, precision, geometry):
-    """The KernelFiles of text generation. geometry: with decode_geometry's numbers."""
-    constants = model_constants(config, precision) | architecture.CONSTANTS
-    constants |= {name: value for name, value in vars(geometry).items() if name.startswith("DECODE_")}
-    shared = {"decode/matmul": dict.fromkeys(DECODE["decode/matmul"], geometry.DECODE_SHARED)}
-    return [KernelFile(name, kernels, constants, shared.get(name, {})) for name, kernels in DECODE.items()]
+def decode_files(architecture, config, precision, geometry, shared):
+    """The KernelFiles of text generation. geometry: gets their numbers, too; shared: see decode_geometry."""
+    numbers = decode_geometry(architecture, config, precision, shared)
+    vars(geometry).update(numbers)
+    constants = model_constants(config, precision) | architecture.CONSTANTS | numbers
+    sizes = {"decode/matmul": dict.fromkeys(DECODE["decode/matmul"], geometry.DECODE_SHARED)}
+    return [KernelFile(name, kernels, constants, sizes.get(name, {})) for name, kernels in DECODE.items()]
 
 
 def decode_geometry(architecture, config, precision, shared):
@@ -251,9 +252,9 @@ def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):
     check_sizes(config)
     precision = Precision(resolve_dtype(dtype, gpu.arch), tf32=0)
     geometry = launch_geometry(config, precision, gpu.arch)
-    vars(geometry).update(decode_geometry(architecture, config, precision, gpu.shared))
     update = kernel_files(architecture, config, precision, gpu.arch, "cublaslt")["update"]
-    device = Device(gpu, [update, *decode_files(architecture, config, precision, geometry)], geometry)
+    files = [update, *decode_files(architecture, config, precision, geometry, gpu.shared)]
+    device = Device(gpu, files, geometry)
     with device.stream:
         on_gpu = allocate(architecture.parameter_table(config, precision.dtype), cp)
         copy_weights(device, on_gpu, params)

@@ -45,10 +45,9 @@ def count_gpus():
     """Return how many GPUs CUDA sees, or raise UserError that says what is missing. Takes no memory on them."""
     if MISSING is not None:
         reason = next((line.strip() for line in str(MISSING).splitlines() if line.strip(" =-")), repr(MISSING))
-        what = f"the Python package {MISSING.name} cannot"
-        if not MISSING.name:
-            what = f"CuPy, or a package beside it, cannot ({reason})"
-        raise UserError(f"{what} be imported: pip install -r requirements-gpu.txt; {INSTEAD}")
+        found = f"the Python package {MISSING.name} cannot" if MISSING.name else (
+            f"CuPy, or a package beside it, cannot ({reason})")
+        raise UserError(f"{found} be imported: pip install -r requirements-gpu.txt; {INSTEAD}")
     try:
         count, reason = cp.cuda.runtime.getDeviceCount(), "none is visible"
     except cp.cuda.runtime.CUDARuntimeError as error:
@@ -138,7 +137,7 @@ class Device:
         self.main, self.side, self.comm = (cp.cuda.Stream(non_blocking=True) for _ in range(3))
         self.stream = self.main  # where launches go
         self.observer = None  # observer(name, arguments) returns a context manager for each launch, all on one stream
-        self.spans = None  # or a list of (name, stream's name, event before, event after): see `span`
+        self.span = contextlib.nullcontext  # of launches, by name: dev/timeline.py notes when they begin and end
         self.functions, self.shared, self.maps, self.uploads = {}, {}, {}, {}
         paths, self.compiled = prepare_kernels(gpu.arch, files)
         self.cached = len(files) - self.compiled
@@ -186,16 +185,6 @@ class Device:
             self.stream = self.main
         after.record(stream)
 
-    @contextlib.contextmanager
-    def span(self, name):
-        """Context manager: if self.spans is a list, note when launches inside it begin and end, also in each replay of
-        a graph."""
-        before = None if self.spans is None else record_event(self.stream)
-        yield
-        if before:
-            stream = next(name for name in ("main", "side", "comm") if getattr(self, name) is self.stream)
-            self.spans.append((name, stream, before, record_event(self.stream)))
-
     def wait(self, event):
         """Make the current stream wait for another stream's event, unless it is None."""
         if event is not None:
@@ -221,16 +210,6 @@ class Device:
         if key not in self.maps:
             self.maps[key] = TensorMap(array, encode_tensor_map(array, rows, columns, batches))
         return self.maps[key]
-
-
-def record_event(stream):
-    """Record an event on a stream, and return it; if the stream is being captured, each replay records it."""
-    event, external = cp.cuda.Event(), driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
-    if stream.is_capturing():
-        check(driver.cuEventRecordWithFlags(event.ptr, stream.ptr, external))
-    else:
-        event.record(stream)
-    return event
 
 
 def check(answer):

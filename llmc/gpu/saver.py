@@ -1,6 +1,5 @@
 """Checkpoints of a Trainer: written while training goes on, and read to resume it."""
 
-import functools
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,11 +15,13 @@ class TrainerSaver(Saver):
     def __init__(self, trainer):
         super().__init__(trainer, trainer.settings)
         self.pool = ThreadPoolExecutor(1)
-        self.writing = None  # the save in progress
+        self.complete, self.writing = trainer.complete_weights, None  # writing: the save in progress
 
     def restore(self, step, loader, random):
         trainer, settings = self.model, self.settings
-        owned = trainer.state_room()
+        owned = trainer.state_now(room=True)
+        if not settings.precision.bf16:
+            owned.exact = owned.state["m"].copy()  # room for the float32 weights of a run in bfloat16
         has_exact = restore(settings, owned, step, loader, random)
         notes = read_notes(settings.output_dir, step)
         if trainer.fp8 and not trainer.fp8.restore(notes) and trainer.ranks.is_first:
@@ -35,19 +36,16 @@ class TrainerSaver(Saver):
         """Copy weights and state to the host, and start to write them."""
         self.wait()
         trainer, settings, ranks = self.model, self.settings, self.model.ranks
-        trainer.complete_weights()
+        self.complete()
         params = trainer.params_now() if ranks.is_first else None
         notes = {**notes, "precision": describe_precision(settings), **notes_on(trainer.recent_values()),
                  **(trainer.fp8.notes() if trainer.fp8 else {})}
-        write = functools.partial(save_checkpoint, settings, trainer.config, params, trainer.state_now(), progress,
-                                  notes, version=5 if settings.precision.bf16 else 3, ranks=ranks)
+        arguments = (settings, trainer.config, params, trainer.state_now(), progress, notes,
+                     5 if settings.precision.bf16 else 3, ranks)
         if ranks.size > 1:
-            write()
+            save_checkpoint(*arguments)
         else:
-            self.writing = self.pool.submit(write)
-
-    def complete(self):
-        self.model.complete_weights()
+            self.writing = self.pool.submit(save_checkpoint, *arguments)
 
     def wait(self):
         writing, self.writing = self.writing, None

@@ -2,7 +2,6 @@
 adjacent other tensors, so that each transfer keeps all ranks busy."""
 
 import bisect
-import functools
 import itertools
 from typing import NamedTuple
 
@@ -35,20 +34,12 @@ class Piece(NamedTuple):
     segment: Segment
 
 
-def cut(size, part, parts, llmc=False):
-    """Where part number `part` of a segment begins: at a multiple of 8 elements, except for the end; in llm.c, at any
-    element."""
-    if llmc or part == parts:
-        return size * part // parts
-    return size // 8 * part // parts * 8
-
-
 class Shares:
     """How `ranks` ranks divide a table of parameters."""
 
     def __init__(self, table, ranks, weight_decay=0.0, decay_all=False, llmc=False, rates=None):
         """llmc: divide as llm.c does, which cuts every tensor layer by layer. rates: AdamW.RATES."""
-        self.table, self.ranks, self.cut, self.segments = table, ranks, functools.partial(cut, llmc=llmc), []
+        self.table, self.ranks, self.llmc, self.segments = table, ranks, llmc, []
         self.spans, self.size = [], 0  # (begin, rate, decay, whether rounded at random), until the next one's begin
         for name, row in table.items():
             is_matrix = row.stacked and row.decays
@@ -76,6 +67,11 @@ class Shares:
             received += self.room(segment)
         return pieces
 
+    def cut(self, size, part, parts):
+        """Where part number `part` of a segment begins: at a multiple of 8 elements, or, like its end, at any."""
+        unit = 1 if self.llmc or part == parts else 8
+        return size // unit * part // parts * unit
+
     def room(self, segment):
         """Elements of the receive buffer for a segment: all ranks' gradients of its largest piece, the last rank's."""
         return self.ranks * self.parts(segment)[-1][1]
@@ -102,7 +98,7 @@ class Shares:
         owned = {piece.segment.begin: piece for piece in self.pieces(rank)}
         for _, layer, begin, size in self.segments:
             chunks = groups[0 if layer == 0 else 1 if layer is None else 2]
-            edges = {begin + cut(size, part, parts) for parts in (PARTS, self.ranks) for part in range(parts + 1)}
+            edges = {begin + self.cut(size, part, parts) for parts in (PARTS, self.ranks) for part in range(parts + 1)}
             edges |= {start for start in starts if begin < start < begin + size}
             piece = owned.get(begin)
             for edge, end in itertools.pairwise(sorted(edges)):

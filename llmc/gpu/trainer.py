@@ -13,12 +13,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from llmc.checkpoint import Owned
 from llmc.errors import UserError
 from llmc.gpu.batch import batch_table, sort_tokens, sorted_tokens
 from llmc.gpu.cublaslt import WORKSPACE
-from llmc.gpu.decoder import Decoder, decode_files, decode_geometry
-from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, record_event, to_float32
+from llmc.gpu.decoder import Decoder, decode_files
+from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, to_float32
 from llmc.gpu.geometry import check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import ALIGN, Matmul
 from llmc.gpu.precision import copy_weights
@@ -47,8 +46,7 @@ def open_device(architecture, gpu, config, precision, matmul="auto", text=False)
                         f" {gpu.name} has {gpu.shared}: train this model with: python train_gpt2.py")
     geometry, files = launch_geometry(config, precision, gpu.arch), list(files.values())
     if text:
-        vars(geometry).update(decode_geometry(architecture, config, precision, gpu.shared))
-        files += decode_files(architecture, config, precision, geometry)
+        files += decode_files(architecture, config, precision, geometry, gpu.shared)
     device = Device(gpu, files, geometry)
     return device, Matmul(device, precision, matmul)
 
@@ -78,11 +76,10 @@ def memory_plan(architecture, config, settings, device, text=False):
     shares = Shares(architecture.parameter_table(config), ranks)
     state = architecture.Optimizer.table(settings, shares, ranks - 1)
     tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
-    operands = []
     if precision.fp8:
         from llmc.gpu.fp8 import operand_table
         operands = operand_table(shares.table, B * T, recomputed_inputs(architecture, settings))
-        operands = [(table_bytes(operands, ALIGN), "operands in 8 bits")]
+        tables["operands in 8 bits"] = {"all": operands}
     decoder = Decoder.tables(architecture, config, precision, 1, T, device.geometry) if text else ()
     return [
         (table_bytes(architecture.parameter_table(config, precision.dtype)), "parameters"),
@@ -90,7 +87,6 @@ def memory_plan(architecture, config, settings, device, text=False):
         *([(Row((shares.received_size(),), precision.grads).bytes(), "gradients of all ranks")] if ranks > 1 else []),
         *((row.bytes(ALIGN), f"{architecture.Optimizer.__name__}'s {name}") for name, row in state.items()),
         *((group_bytes(group), what) for what, group in tables.items()),
-        *operands,
         *([(sum(table_bytes(table, ALIGN) for table in decoder), "text")] if text else []),
         (2 * WORKSPACE + 4 * transposed_elements(config, settings), "matmul workspaces"),
         (table_bytes(batch_table(B, T, settings.own_micro_steps)) + (64 << 10), "the batch"),
@@ -134,8 +130,7 @@ def check_memory(architecture, config, settings, device, text=False):
 
 
 class ForwardPasses:
-    """What a Trainer and an Evaluator share: forward passes over the host's batches. They allocate params, batch, model
-    and loss (1,)."""
+    """What a Trainer and an Evaluator share: forward passes over the host's batches. They set params, model, batch."""
 
     grads = None
 
@@ -144,6 +139,7 @@ class ForwardPasses:
         self.device, self.matmul = matmul.device, matmul
 
     def make_model(self, B, T):
+        self.loss = cp.zeros(1, np.float32)  # of an evaluation
         tables = self.architecture.tables(self.config, self.settings, B, T, self.device.sm_count, self.device.geometry)
         buffers = {what: cp.empty(group_bytes(group), np.uint8) for what, group in tables.items()}
         return self.architecture(self.config, self.settings, self.matmul, self.params, self.grads, buffers)
@@ -177,7 +173,6 @@ class Evaluator(ForwardPasses):
         with self.device.stream:
             self.params = allocate(architecture.parameter_table(config), cp)
             copy_weights(self.device, self.params, params)
-            self.loss = cp.zeros(1, np.float32)
             matmul.allocate()
 
     def allocate_activations(self, B, T):
@@ -205,10 +200,9 @@ class Trainer(ForwardPasses):
             from llmc.gpu.several import zero
             architecture = zero.on_several(architecture, zero.SharedPasses)
             optimizer = zero.on_several(optimizer, zero.SharedUpdate)
+            self.peers = zero.Nccl(ranks)  # takes memory, before check_memory; its messages' buffers are RESERVE's
         super().__init__(architecture, config, settings, matmul)
         self.ranks, self.precision, device = ranks, settings.precision, self.device
-        if ranks.size > 1:  # before check_memory, as a communicator takes memory; its messages' buffers are RESERVE's
-            self.peers = zero.Nccl(ranks)
         zeros = self.peers.allocate if self.peers else lambda size: cp.zeros(size, np.uint8)
         self.plan = check_memory(architecture, config, settings, device, text)
         with device.stream:
@@ -226,16 +220,14 @@ class Trainer(ForwardPasses):
                 copy_to_gpu(self.optimizer.master, self.shares.take(flat(params), ranks.rank))
             self.model = self.make_model(settings.B, settings.T)
             if self.precision.fp8:
-                recomputed = recomputed_inputs(architecture, settings)
-                N, fuses_gelu = settings.B * settings.T, "gelu" in architecture.KERNELS
-                self.fp8 = self.model.fp8 = Fp8(matmul, self.params, N, recomputed, fuses_gelu)
+                recomputed, fuses_gelu = recomputed_inputs(architecture, settings), "gelu" in architecture.KERNELS
+                self.fp8 = self.model.fp8 = Fp8(matmul, self.params, settings.B * settings.T, recomputed, fuses_gelu)
             if ranks.size > 1:
                 self.several = self.model.several = zero.Several(self, received)
                 self.optimizer.share(self.several)
             self.acts = self.model.training_activations(settings.B, settings.T)
             matmul.allocate(transposed_elements(config, settings))
             self.batch = allocate(batch_table(settings.B, settings.T, settings.own_micro_steps), cp)
-            self.loss = cp.zeros(1, np.float32)  # of an evaluation
         if text:
             self.decoder = Decoder(architecture, device, config, self.params, self.precision, 1, settings.T)
 
@@ -299,11 +291,10 @@ class Trainer(ForwardPasses):
 
     def compute_gradients(self, inputs, targets):
         """self.grads = the gradients of the loss of the last forward pass, which was over this full batch."""
-        B, T, batch, half = self.settings.B, self.settings.T, self.batch, self.staged[0]
+        acts, batch, scale = self.acts, self.batch, 1.0 / inputs.size
         self.stage(0, [(inputs, targets)], 0.0)
         with self.device.stream:
-            copy_to_gpu(batch.buffer, half.buffer)
-            acts, scale = self.acts, 1.0 / (B * T)
+            copy_to_gpu(batch.buffer, self.staged[0].buffer)
             if self.fp8:
                 self.fp8.calibrate(self)
                 self.fp8.weights_behind = True
@@ -338,7 +329,7 @@ class Trainer(ForwardPasses):
         if self.weights_behind:
             with self.device.stream as stream:
                 self.several.send_all_weights()
-            self.wait(record_event(stream))
+            self.wait(stream.record())
         self.weights_behind = False
 
     def close(self):
@@ -362,22 +353,13 @@ class Trainer(ForwardPasses):
         with self.device.stream:
             return views(self.params.table, self.params.buffer.get())
 
-    def state_room(self):
-        """Allocate room on the host for this rank's share of the optimizer state."""
-        size, has_exact = self.shares.share_size(self.ranks.rank), self.optimizer.master is not None
-        state = {name: np.empty(size, np.float32) for name in self.optimizer.STATE}
-        return self.share(state, np.empty(size, np.float32) if has_exact or not self.precision.bf16 else None)
-
-    def state_now(self):
-        """Copy this rank's share of the optimizer state to the host."""
-        optimizer = self.optimizer
+    def state_now(self, room=False):
+        """Copy this rank's share of the optimizer state to the host; room: only allocate memory for it there."""
+        from llmc.gpu.several.zero import OwnedShare  # here: one GPU needs it only for checkpoints
+        copy = (lambda array: np.empty(array.size, np.float32)) if room else (lambda array: array.get())
         with self.device.stream:
-            state = {name: getattr(optimizer, name).get() for name in optimizer.STATE}
-            exact = None if optimizer.master is None else optimizer.master.get()
-        return self.share(state, exact) if self.several else Owned(self.params.table, state, exact)
-
-    def share(self, state, exact):
-        from llmc.gpu.several.zero import OwnedShare  # here: one GPU needs it only to resume
+            state = {name: copy(getattr(self.optimizer, name)) for name in self.optimizer.STATE}
+            exact = None if self.optimizer.master is None else copy(self.optimizer.master)
         return OwnedShare(self.params.table, state, exact, self.shares, self.ranks.rank)
 
     def set_state(self, owned, has_exact, step, recent):

@@ -21,6 +21,7 @@ import warnings
 from llmc.checkpoint import Owned, check_state_size, is_whole, rank_path, read_state_header
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, open_input, read_into
+from llmc.gpu.device import cp
 from llmc.gpu.shares import CHUNKS, REST, Shares
 from llmc.tensors import flat
 
@@ -44,14 +45,13 @@ class Nccl:
         """ranks: a Ranks. Raises UserError if NCCL is missing, too old, or fails."""
         os.environ.setdefault("NCCL_CTA_POLICY", "2")  # NCCL_CTA_POLICY_ZERO
         with warnings.catch_warnings(action="ignore"):
-            import cupy
             from cupy.cuda import nccl  # imported here: a run on one GPU does not need it
         version = nccl.get_version() if nccl.available else 0
         if version < 22800:
             found = f"is {version // 10000}.{version // 100 % 100}" if version else "cannot be loaded"
             raise UserError(f"NCCL, for several GPUs, {found}, expected 2.28 or newer: pip install -r"
                             " requirements-gpu.txt")
-        self.cupy, self.nccl, self.rank, self.ranks = cupy, nccl, ranks.rank, ranks.size
+        self.nccl, self.rank, self.ranks = nccl, ranks.rank, ranks.size
         self.library = ctypes.CDLL("libnccl.so.2")  # CuPy has loaded it
         with self.errors_as_lines():
             unique_id = nccl.get_unique_id().hex() if ranks.is_first else None
@@ -62,8 +62,8 @@ class Nccl:
         pointer, window = ctypes.c_void_p(), ctypes.c_void_p()
         self.call("ncclMemAlloc", ctypes.byref(pointer), size)
         self.call("ncclCommWindowRegister", self.communicator.comm, pointer, size, ctypes.byref(window), self.SYMMETRIC)
-        memory = self.cupy.cuda.UnownedMemory(pointer.value, size, self)
-        array = self.cupy.ndarray((size,), self.cupy.uint8, self.cupy.cuda.MemoryPointer(memory, 0))
+        memory = cp.cuda.UnownedMemory(pointer.value, size, self)
+        array = cp.ndarray((size,), cp.uint8, cp.cuda.MemoryPointer(memory, 0))
         array.fill(0)
         return array
 
@@ -274,8 +274,7 @@ class SharedUpdate:
         self.scalars = self.own_scalars.copy()  # of all ranks
 
     def loss(self, i):
-        number = i * self.ranks + self.several.ranks.rank  # among the update's micro-batches
-        return self.own_scalars[number : number + 1]
+        return super().loss(i * self.ranks + self.several.ranks.rank)  # its number among the update's micro-batches
 
     def accumulate(self, i):
         self.device.wait(self.several.gradients_arrived.get(REST))
