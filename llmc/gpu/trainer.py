@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from llmc.checkpoint import Owned
 from llmc.errors import UserError
 from llmc.gpu.batch import batch_table, sort_tokens, sorted_tokens
 from llmc.gpu.cublaslt import WORKSPACE
@@ -355,11 +356,13 @@ class Trainer(ForwardPasses):
 
     def state_now(self, room=False):
         """Copy this rank's share of the optimizer state to the host; room: only allocate memory for it there."""
-        from llmc.gpu.several.zero import OwnedShare  # here: one GPU needs it only for checkpoints
         copy = (lambda array: np.empty(array.size, np.float32)) if room else (lambda array: array.get())
         with self.device.stream:
             state = {name: copy(getattr(self.optimizer, name)) for name in self.optimizer.STATE}
             exact = None if self.optimizer.master is None else copy(self.optimizer.master)
+        if not (room or self.several):
+            return Owned(self.params.table, state, exact)
+        from llmc.gpu.several.zero import OwnedShare  # here: one GPU needs it only to resume
         return OwnedShare(self.params.table, state, exact, self.shares, self.ranks.rank)
 
     def set_state(self, owned, has_exact, step, recent):
