@@ -113,8 +113,7 @@ def test_a_folder_of_text(tmp_path, vocabulary_here, prepare, vocabulary, V):
         "b/one.json": b'{"name": "y"}', "empty.txt": b"", "b/all.json": b'[{"text": "all"}]',
         "z.jsonl": b'{"text": "three\\r\\n", "id": 3}\r\n{"id": 4, "text": ""}\n{"text": "\\ud83d\\ude00 \\ud83d"}',
         "b/picture.png": b"\x89PNG\0\xff\xfe", "old.txt": b"caf\xe9", "windows.txt": "old\n".encode("utf-16"),
-        "b/numbers.bin": np.arange(9).tobytes(), ".hidden.txt": b"secret",
-        ".git/config": b"secret"}
+        "b/numbers.bin": np.arange(9).tobytes(), ".hidden.txt": b"secret", ".git/config": b"secret"}
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)

@@ -43,8 +43,7 @@ MODELS = [  # maxT, V, L, NH, C, Vp
     Config(1024, 257, 2, 1, 64, 384),  # V % 8 of 1; one head
     Config(1024, 1003, 1, 25, 1600, 1024),  # V % 8 of 3; 25 heads; more than one warp for a row
     Config(1024, 131, 1, 3, 240, 256),  # heads of 80, 128, 96
-    Config(1024, 131, 1, 2, 256, 256),
-    Config(1024, 131, 1, 2, 192, 256),
+    Config(1024, 131, 1, 2, 256, 256), Config(1024, 131, 1, 2, 192, 256),
 ]
 
 PRECISIONS = {"tf32": Precision(), "float32": Precision(tf32=0), "bf16": Precision("bfloat16"),

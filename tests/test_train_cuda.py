@@ -21,8 +21,7 @@ import llmc.progress
 import train_gpt2_cuda as cuda
 import train_llama3
 import train_speedrun
-from conftest import (GPT2_124M, ROOT, assert_one_line_error, optimizer_of, random_params, remove_after,
-                      run_program)
+from conftest import (GPT2_124M, ROOT, assert_one_line_error, optimizer_of, random_params, remove_after, run_program)
 from llmc.checkpoint import owned_by_one, read_model, read_optimizer_state, write_model
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import cp
@@ -253,12 +252,9 @@ def test_losses_and_samples_are_those_of_the_cpu_trainer(gpu, heads, model):
 
 
 DTYPES = {
-    "float32": ("--dtype", "float32"),
-    "bfloat16": ("--dtype", "bfloat16"),
-    "sm_80": ("--dtype", "bfloat16", "--arch", "sm_80"),
-    "kernels": ("--dtype", "bfloat16", "--matmul", "kernels"),
-    "float32-grads": ("--dtype", "bfloat16", "--float32_grads", 1),
-    "no-master": ("--dtype", "bfloat16", "-w", 0),
+    "float32": ("--dtype", "float32"), "bfloat16": ("--dtype", "bfloat16"),
+    "sm_80": ("--dtype", "bfloat16", "--arch", "sm_80"), "kernels": ("--dtype", "bfloat16", "--matmul", "kernels"),
+    "float32-grads": ("--dtype", "bfloat16", "--float32_grads", 1), "no-master": ("--dtype", "bfloat16", "-w", 0),
     "stochastic": ("--dtype", "bfloat16", "-w", 0, "--stochastic_rounding", 5),
     "fp8": ("--dtype", "fp8"),
 }
