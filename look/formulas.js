@@ -35,8 +35,7 @@ class Tensor {
   constructor(fields, number) {
     const [I, J = 1, K = 1] = fields.shape, key = `${fields.name}|${fields.layer}`;
     const mode = { gradient: "backward", move: "update" }[fields.kind] ?? "forward", title = PREFIX[mode] + fields.name;
-    Object.assign(this, { number, key, mode, title, size: I * J * K, strides: [J * K, K], numbers: null,
-      found: null }, fields);
+    Object.assign(this, { number, key, mode, title, size: I * J * K, strides: [J * K, K] }, fields);
   }
   get data() { return this.numbers ??= this.at === null ? quietly(() => this.computed()) : stored(this.at, this.size); }
   computed() {
@@ -53,9 +52,9 @@ class Tensor {
     if (parts) parts.push({ tensor: this, index: [i, j, k].slice(0, this.shape.length), value });
     return value;
   }
-  get limits() { return this.found ??= this.findLimits(); }
-  findLimits() {  // full: the size that has the full color; one number of 200 is larger
-    const finite = this.data.filter(isFinite), every = Math.ceil(finite.length / 4096);
+  get limits() { return this.found ??= this.findLimits(this.data.filter(isFinite)); }
+  findLimits(finite) {  // full: the size that has the full color; one number of 200 is larger
+    const every = Math.ceil(finite.length / 4096);
     const low = finite.reduce((x, y) => Math.min(x, y), Infinity);
     const high = finite.reduce((x, y) => Math.max(x, y), -Infinity);
     const sizes = finite.filter((_, i) => i % every === 0).map(Math.abs).sort();
@@ -78,7 +77,7 @@ class Tensor {
 const tensors = data.tensors.map((fields, number) => new Tensor(fields, number));
 const weights = new Set(tensors.filter(t => t.kind === "params").map(t => t.name));
 const keyed = kinds => Object.fromEntries(tensors.filter(t => kinds.includes(t.kind)).map(t => [t.key, t]));
-const newest = keyed("params acts"), moves = keyed("move");  // as the forward pass left them; the optimizer's
+const newest = keyed(["params", "acts"]), moves = keyed(["move"]);  // as the forward pass left them; the optimizer's
 const pick = numbers => Object.fromEntries(Object.entries(numbers).map(([name, number]) => [name, tensors[number]]));
 const shownIn = { forward: newest, backward: pick(data.gradients), update: moves };
 const calls = data.calls.map(({ f, ins, outs, sizes }) => {  // c.inp: its argument inp; c.ins.qkv: qkv before the call
@@ -123,7 +122,7 @@ const shared = (c, row, words, make) => is(words, (c.shared[words] ??= [])[row] 
 // Sums of products along axis p of a tensor and axis q of another: number (i, j) is of the first's i, the other's j.
 const matmul = (mark, words, first, p, second, q) => [mark, (c, i, j) => {
   const a = c[first], b = c[second], term = k => (p ? a.num(i, k) : a.num(k, i)) * (q ? b.num(j, k) : b.num(k, j));
-  return sum(words, a.shape[p], term) + (c.bias ? c.bias.num(j) : 0);
+  return sum(words, a.shape[p], term) + (c.bias?.num(j) ?? 0);
 }, c => {  // all of them, much faster
   const [a, b] = [c[first], c[second]], [x, y, bias] = [a.data, b.data, c.bias?.data];
   const count = a.shape[p], J = b.shape[1 - q], [step, stride] = [a.strides[p], b.strides[q]];
@@ -131,7 +130,7 @@ const matmul = (mark, words, first, p, second, q) => [mark, (c, i, j) => {
     const j = number % J;
     let sum = 0, at = (number - j) / J * a.strides[1 - p], to = j * b.strides[1 - q];
     for (let k = 0; k < count; k++, at += step, to += stride) sum += x[at] * y[to];
-    return sum + (bias ? bias[j] : 0);
+    return sum + (bias?.[j] ?? 0);
   });
 }];
 
@@ -154,7 +153,7 @@ function inverseSize(x, t, start, count, mean, eps) {  // of `count` numbers fro
   return is(`1 / √(their mean + ${say(eps)})`, 1 / Math.sqrt(squares / count + eps));
 }
 const normalized = (c, t, j) => is(c.mean ? "n = (x − mean) × rstd" : "n = x × rstd",
-  (c.inp.num(t, j) - (c.mean ? c.mean.num(t) : 0)) * c.rstd.num(t));
+  (c.inp.num(t, j) - (c.mean?.num(t) ?? 0)) * c.rstd.num(t));
 const columnSum = (c, j) => sum("all positions", T, t => c.dout.num(t, j));
 
 // Where the query, key and value of head h begin in a row of qkv. Several query heads may share a key and value head.
@@ -202,9 +201,9 @@ const positionsOf = Map.groupBy(list(T, t => t), t => inputs[t]);  // of a token
 
 // function.argument -> [what its source has on the line that computes it, (call, ...index) -> number]
 const FORMULAS = {
-  "encoder_forward.out": ["np.take(", (c, t, j) => c.wte.num(inputs[t], j) + (c.wpe ? c.wpe.num(t, j) : 0)],
+  "encoder_forward.out": ["np.take(", (c, t, j) => c.wte.num(inputs[t], j) + (c.wpe?.num(t, j) ?? 0)],
   "encoder_backward.dwte": ["dwte[tokens", (c, id, j) => {
-    const at = positionsOf.get(id) ?? [], before = c.ins.dwte ? c.ins.dwte.num(id, j) : 0;
+    const at = positionsOf.get(id) ?? [], before = c.ins.dwte?.num(id, j) ?? 0;
     return before + sum("the positions with this token", at.length, i => c.dout.num(at[i], j));
   }],
   "encoder_backward.dwpe": ["np.add.reduce(dout", (c, t, j) => t < T ? c.dout.num(t, j) : is("no token is there", 0)],
@@ -214,17 +213,16 @@ const FORMULAS = {
   "matmul_backward.dbias": ["out=dbias", columnSum],
   "norm_forward.mean": ["np.add.reduce(inp", (c, t) =>
     is("divided by C", sum("the row", c.C, i => c.inp.num(t, i)) / c.C)],
-  "norm_forward.rstd": ["np.reciprocal(rstd", (c, t) =>
-    inverseSize(c.inp, t, 0, c.C, c.mean ? c.mean.num(t) : 0, c.eps)],
+  "norm_forward.rstd": ["np.reciprocal(rstd", (c, t) => inverseSize(c.inp, t, 0, c.C, c.mean?.num(t) ?? 0, c.eps)],
   "norm_forward.out": ["out *= rstd|np.multiply(inp", (c, t, j) =>
-    normalized(c, t, j) * c.weight.num(j) + (c.bias ? c.bias.num(j) : 0)],
+    normalized(c, t, j) * c.weight.num(j) + (c.bias?.num(j) ?? 0)],
   "norm_backward.dinp": ["dinp[r] += dn", (c, t, j) => {
     const dn = i => is("dn = dout × weight", c.dout.num(t, i) * c.weight.num(i)), own = dn(j);
     const n = normalized(c, t, j), products = () => sum("", c.C, i => dn(i) * normalized(c, t, i));
     const mean = c.mean ? shared(c, t, "mean of dn over the row", () => sum("", c.C, dn) / c.C) : 0;
     const meanN = shared(c, t, "mean of dn × n over the row", () => products() / c.C);
     const words = `rstd × (dn ${c.mean ? "− mean of dn " : ""}− n × mean of dn × n)`;
-    return is(words, c.rstd.data[t] * (own - mean - n * meanN)) + (c.ins.dinp ? c.ins.dinp.num(t, j) : 0);
+    return is(words, c.rstd.data[t] * (own - mean - n * meanN)) + (c.ins.dinp?.num(t, j) ?? 0);
   }],
   "norm_backward.dweight": ["dweight +=", (c, j) => sum("dout × n, the normalized input, at all positions", T, t =>
     c.dout.num(t, j) * is("n", quietly(() => normalized(c, t, j))))],
