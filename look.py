@@ -15,11 +15,11 @@ import contextlib
 import functools
 import inspect
 import json
-import os
 import re
 import sys
 import webbrowser
 import zlib
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -31,7 +31,7 @@ from llmc.files import replacing
 from llmc.resume import checkpoint_paths, complete_checkpoints
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, table_elements, views
 
-FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "look")
+FOLDER = Path(__file__).with_name("look")
 MOST_TOKENS, MOST_MB, MOST_FRAMES, MOST_ROWS, UPDATES = 64, 32, 12, 32, ("adamw_update", "muon_update")
 same = functools.partial(np.array_equal, equal_nan=True)
 
@@ -155,8 +155,7 @@ def largest(x, count):
 
 def best(probs, count):
     """[[id, probability] * count] of each row, the likeliest first."""
-    ids = largest(probs, count)
-    return [[[int(id), round(float(row[id]), 4)] for id in line] for line, row in zip(ids, probs)]
+    return [[[int(id), round(float(row[id]), 4)] for id in ids] for ids, row in zip(largest(probs, count), probs)]
 
 
 def guesses_after_layers(model, calls):
@@ -271,7 +270,7 @@ def look(path, prompt, tokenizer=""):
     optimizer = vars(sys.modules[type(model.optimizer).__module__])
     functions = [f for f, _ in recorder.arguments] + [optimizer[name] for name in UPDATES if name in optimizer]
     source = {f.__name__: dict(text=inspect.getsource(f), line=inspect.getsourcelines(f)[1],
-                               file=os.path.basename(inspect.getsourcefile(f))) for f in functions}
+                               file=Path(inspect.getsourcefile(f)).name) for f in functions}
     words, numbers = [opened.tokenizer.decode([id]) for id in range(config.V)], recorder.numbers
     return dict(
         path=path, title=architecture.TITLE, model=config.describe(), loss=loss, losses=losses, ids=ids.tolist(),
@@ -286,8 +285,7 @@ def write_page(path, data, numbers):
     is ASCII: page.html and page.css are, and JavaScript (up to U+FFFF) and JSON have an escape for other characters."""
     page = "{page.html}"
     for name in ("page.html", "page.css", "formulas.js", "page.js"):
-        with open(os.path.join(FOLDER, name), encoding="utf-8") as f:
-            page = page.replace(f"{{{name}}}", f.read())
+        page = page.replace(f"{{{name}}}", (FOLDER / name).read_text("utf-8"))
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     before, after = page.replace("{data}", text).encode("ascii", "backslashreplace").rsplit(b"{numbers}", 1)
     with replacing(path) as f:
@@ -304,9 +302,9 @@ def main():
     args = parser.parse_args()
     data, recorder = look(args.model, args.prompt, args.tokenizer)
     write_page(args.output, data, recorder.numbers)
-    print(f"{args.output}: {os.path.getsize(args.output) / 1e6:.1f} MB, loss {data['loss']:.4f}")
+    print(f"{args.output}: {Path(args.output).stat().st_size / 1e6:.1f} MB, loss {data['loss']:.4f}")
     if args.open:
-        webbrowser.open("file://" + os.path.abspath(args.output))
+        webbrowser.open(Path(args.output).resolve().as_uri())
 
 
 if __name__ == "__main__":

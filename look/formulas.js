@@ -19,9 +19,7 @@ async function unpack() {
   for (let i = 0; i < text.length; i++) packed[i] = byteOf[text.charCodeAt(i)];
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
   const planes = new Uint8Array(await new Response(stream).arrayBuffer()), count = planes.length / 4;
-  const bytes = new Uint8Array(planes.length);
-  for (let i = 0; i < bytes.length; i++) bytes[i] = planes[(i & 3) * count + (i >> 2)];
-  numbers = new Float32Array(bytes.buffer);
+  numbers = new Float32Array(planes.map((_, i) => planes[(i & 3) * count + (i >> 2)]).buffer);
 }
 const stored = (at, size) => numbers.subarray(at, at + size);
 
@@ -38,8 +36,9 @@ class Tensor {
     Object.assign(this, { number, key, mode, title, size: I * J * K, strides: [J * K, K] }, fields);
   }
   get data() { return this.numbers ??= this.at === null ? quietly(() => this.computed()) : stored(this.at, this.size); }
+  get formula() { return FORMULAS[`${calls[this.by].f.replace(/^(layer|rms)/, "")}.${this.arg}`]; }
   computed() {
-    const c = calls[this.by], [, formula, all] = formulaOf(this);
+    const c = calls[this.by], [, formula, all] = this.formula;
     return all ? all(c) : new Float32Array(this.size).map((_, at) => formula(c, ...this.indexOf(at)));
   }
   flat(i, j = 0, k = 0) { return this.strides[0] * i + this.strides[1] * j + k; }
@@ -294,11 +293,3 @@ const FORMULAS = {
     return is("Muon makes all directions of m, a running mean of the gradient, equally long", c.move.num(...index));
   }],
 };
-
-const formulaOf = ({ by, arg }) => FORMULAS[`${calls[by].f.replace(/^(layer|rms)/, "")}.${arg}`];
-
-function explain(tensor, index) {  // -> its parts, value, and the function and the mark of the line that makes it
-  const c = calls[tensor.by], [mark, formula] = formulaOf(tensor);
-  const parts = [], value = noting(parts, () => formula(c, ...index));
-  return { parts, value, f: c.f, mark: mark.call ? mark(c, ...index) : mark };
-}

@@ -4,7 +4,7 @@
 
 function make(tag, fields, ...children) {
   const element = Object.assign(document.createElement(tag), fields);
-  element.append(...children.flat());
+  element.append(...children.flat(Infinity));
   return element;
 }
 const words = (tag, textContent) => make(tag, { textContent });
@@ -67,10 +67,9 @@ function bigPicture(ariaLabel) {  // of the tensor that is shown; click its cell
     style: `width:${columns * across}px;height:${rows * up}px`, onclick: ({ offsetX, offsetY }) =>
       go(mode, key, picture.at(clamp(offsetY / up, rows - 1), clamp(offsetX / across, columns - 1))) }));
   const chosen = make("i", { style: `left:${column * across}px;top:${row * up}px;width:${across}px;height:${up}px` });
-  const [above, beside] = tensor.isWeight ? [[], []] : [tokens, bandsOf(tensor)];
-  return make("div", {}, make("div", { className: "big" },
-    labels(above, "across", "width", across), labels(beside, "down", "height", up), make("div", {}, canvas, chosen)),
-  make("p", {}, `colors: ${say(-full)}`, make("span", { className: "legend" }), `${say(full)}, and beyond`));
+  return [make("div", { className: "big" }, labels(tensor.isWeight ? [] : tokens, "across", "width", across),
+    labels(bandsOf(tensor), "down", "height", up), make("div", {}, canvas, chosen)),
+  make("p", {}, `colors: ${say(-full)}`, make("span", { className: "legend" }), `${say(full)}, and beyond`)];
 }
 
 const headGrid = (number, chosen) =>  // all attention maps: a row a layer
@@ -123,17 +122,14 @@ function tile(key, mode) {
   const className = tensor.isWeight ? "weight" : "", title = whatIs(tensor) + ofLayer(tensor.layer);
   const link = make("a", { href: at(mode, key), className, title }, canvas, PREFIX[mode] + tensor.name,
     words("small", tensor.shape.join(" × ")), range);
-  link.paint = () => {  // when it is first seen; its size stands before, so that nothing moves then
+  const seen = new IntersectionObserver(found => found.at(-1).isIntersecting && setTimeout(() => {
+    seen.disconnect();  // painted when it is first seen; its size stands before, so that nothing moves then
     draw(picture, shown.limits.full, canvas, most, 56);
     range.textContent = `${say(shown.limits.low)} … ${say(shown.limits.high)}`;
-  };
+  }), { rootMargin: "300px" });
   seen.observe(link);
   return link;
 }
-const seen = new IntersectionObserver(entries => entries.filter(x => x.isIntersecting).forEach(({ target }) => {
-  seen.unobserve(target);
-  setTimeout(target.paint);  // after the page is on the screen
-}), { rootMargin: "300px" });
 
 const layerOf = c => Object.values(c.outs)[0].layer;
 function drawMap(mode) {  // the calls of the forward pass, a box a layer, the last on top
@@ -148,7 +144,7 @@ function drawMap(mode) {  // the calls of the forward pass, a box a layer, the l
   };
   $("map").className = mode;
   $("map").replaceChildren(...[...groups].reverse().map(([title, made]) => make("div", { className: "group" },
-    words("h3", title), make("div", { className: "calls" }, made.flatMap(boxes)))));
+    words("h3", title), make("div", { className: "calls" }, made.map(boxes)))));
 }
 
 const linked = ({ tensor, index, value }) => tensor ? link(tensor, index, say(value)) : say(value);
@@ -163,14 +159,16 @@ function termsOf(rows) {  // a sum's, the largest first, each with the words for
     `= ${say(rest.reduce((sum, row) => sum + row.value, 0))}`]] : [])]);
 }
 
-function howMade(e) {  // and its function's source; the line that computes the number is marked
-  const { text, line, file } = data.source[e.f], lines = text.trimEnd().split("\n").map(code => `${code}\n`);
-  const marked = lines.findIndex(code => e.mark.split("|").some(x => code.includes(x)));
-  return [make("div", { className: "made" }, words("h3", "How it is made"), e.parts.flatMap(({ rows, ...part }) => [
+function howMade(tensor, index) {  // and its function's source; the line that computes the number is marked
+  const c = calls[tensor.by], [mark, formula] = tensor.formula, made = [], { text, line, file } = data.source[c.f];
+  const value = noting(made, () => formula(c, ...index)), marks = (mark.call ? mark(c, ...index) : mark).split("|");
+  const lines = text.trimEnd().split("\n").map(code => `${code}\n`);
+  const marked = lines.findIndex(code => marks.some(x => code.includes(x)));
+  return [make("div", { className: "made" }, words("h3", "How it is made"), made.map(({ rows, ...part }) => [
     make("p", {}, part.tensor ? link(part.tensor, part.index) : part.words, rows ? ": the sum is " : " = ",
-      words("b", say(part.value))), rows ? termsOf(rows) : []]).flat(),
-  make("p", {}, "Result ", make("output", { id: "value", textContent: say(e.value) }))),
-  words("h3", `${e.f}, ${file}:${line}`),
+      words("b", say(part.value))), rows ? termsOf(rows) : []]),
+  make("p", {}, "Result ", make("output", { id: "value", textContent: say(value) }))),
+  words("h3", `${c.f}, ${file}:${line}`),
   make("pre", { tabIndex: 0 }, lines.map((code, i) => i === marked ? words("mark", code) : code))];
 }
 
@@ -193,7 +191,7 @@ function drawDetail() {
     make("details", { open: mode === "attention" }, words("summary", "The largest of its row"), table(largest(row, 8,
       i => tensor.num(...i)).map(i => [tensor.inWords(i).at(-1), link(tensor, i, say(tensor.num(...i)))]))),
     tensor.by === null ? words("p", tensor.isWeight ? "Training made this weight." : "It is given.")
-      : howMade(explain(tensor, index))];
+      : howMade(tensor, index)];
 }
 
 function mostMoved() {
@@ -229,7 +227,7 @@ function drawAttention() {
   return [titled("Where each head looks",
     words("p", "A row is a position, the first on top; its columns are the positions up to it. Full color: 1."),
     headGrid((l, h, r, c) => newest[`att|${l}`].num(h, r, c), `${tensor.layer},${head}`)),
-  make("div", { id: "head" }, ...drawDetail())];
+  make("div", { id: "head" }, drawDetail())];
 }
 
 const shade = (p, most, paper) => `background:color-mix(in srgb, var(--accent) ${Math.round(most * p)}%, ${paper})`;
@@ -241,8 +239,7 @@ const outcomes = (losses, guesses, cell = say) => table(losses.map((loss, t) => 
     ...guesses[t].slice(0, 3).map(x => guess(x, targets[t]))]), ["after", "came", "loss", "guesses"]);
 
 function drawGuesses() {
-  const t = state.position = clamp(state.given[0], T - 1);
-  const depends = stored(data.depends, T * T).subarray(t * T, t * T + t + 1);
+  const t = state.position = clamp(state.given[0], T - 1), depends = stored(data.depends + t * T, t + 1);
   return [titled("The best guess after each layer",
     words("p", "The residual stream after each layer, read as if it were the last. Underlined: the token that came."),
     table(inputs.map((_, t) => [make("a", { href: `#guesses//${t}`, textContent: position(t) }),
@@ -290,7 +287,7 @@ function show() {
   const hasMap = MODES[state.mode] === drawDetail;
   document.querySelector("main").className = hasMap ? "" : "one";
   $("map").hidden = !hasMap;
-  $("detail").replaceChildren(...MODES[state.mode]().flat());
+  $("detail").replaceChildren(...MODES[state.mode]().flat(Infinity));
   $(id)?.focus();  // the slider is a new one
   if (hasMap && $("map").className !== state.mode) drawMap(state.mode);
   for (const a of document.querySelectorAll("nav a, .tiles a"))
