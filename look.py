@@ -94,7 +94,7 @@ class Recorder:
             for name, l, (part,) in parts(model.config, getattr(model, kind)):
                 self.places[part.ctypes.data] = kind, name, l, len(part)
                 if kind == "params":
-                    self.add(part, self.copy(part), name)
+                    self.add(part, part.copy(), name)
 
     def place(self, x):
         """(kind, name, layer, rows) of an array, by its address."""

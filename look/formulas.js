@@ -19,7 +19,9 @@ async function unpack() {
   for (let i = 0; i < text.length; i++) packed[i] = byteOf[text.charCodeAt(i)];
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
   const planes = new Uint8Array(await new Response(stream).arrayBuffer()), count = planes.length / 4;
-  numbers = new Float32Array(planes.map((_, i) => planes[(i & 3) * count + (i >> 2)]).buffer);
+  const bytes = new Uint8Array(planes.length);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = planes[(i & 3) * count + (i >> 2)];
+  numbers = new Float32Array(bytes.buffer);
 }
 const stored = (at, size) => numbers.subarray(at, at + size);
 
@@ -51,12 +53,15 @@ class Tensor {
     if (parts) parts.push({ tensor: this, index: [i, j, k].slice(0, this.shape.length), value });
     return value;
   }
-  get limits() { return this.found ??= this.findLimits(this.data.filter(isFinite)); }
-  findLimits(finite) {  // full: the size that has the full color; one number of 200 is larger
-    const every = Math.ceil(finite.length / 4096);
-    const low = finite.reduce((x, y) => Math.min(x, y), Infinity);
-    const high = finite.reduce((x, y) => Math.max(x, y), -Infinity);
-    const sizes = finite.filter((_, i) => i % every === 0).map(Math.abs).sort();
+  get limits() { return this.found ??= this.findLimits(); }
+  findLimits() {  // full: the size that has the full color; one number of 200 is larger
+    const every = Math.ceil(this.size / 4096), sampled = list(Math.floor(this.size / every), i => this.data[i * every]);
+    const sizes = Float32Array.from(sampled.filter(isFinite), Math.abs).sort();
+    let low = Infinity, high = -Infinity;
+    for (const x of this.data) if (isFinite(x)) {
+      low = Math.min(low, x);
+      high = Math.max(high, x);
+    }
     return { low, high, full: sizes[Math.floor(sizes.length * .995)] || Math.max(-low, high) || 1 };
   }
   get isWeight() { return weights.has(this.name); }  // or a weight's gradient, or its move
@@ -115,6 +120,7 @@ function sum(words, count, term) {  // explained by rows: the parts of a term, a
 }
 // What all numbers of a row need: made once.
 const shared = (c, row, words, make) => is(words, (c.shared[words] ??= [])[row] ??= quietly(make));
+const sharedSum = (c, row, words, count, term) => shared(c, row, words, () => sum("", count, term));
 
 // ---- what formulas share --------------------------------------------------------------------------------------------
 
@@ -142,8 +148,7 @@ const sigmoid = x => 1 / (1 + Math.exp(-x));
 
 function softmax(c, row, count, number, own) {
   const x = number(own), most = shared(c, row, "the row's largest", () => Math.max(...list(count, number)));
-  const all = shared(c, row, "sum over the row of exp(number − largest)", () =>
-    sum("", count, i => Math.exp(number(i) - most)));
+  const all = sharedSum(c, row, "sum over the row of exp(number − largest)", count, i => Math.exp(number(i) - most));
   return is("exp(its number − largest) / that sum", Math.exp(x - most) / all);
 }
 
@@ -168,8 +173,7 @@ const gradientOfAtt = (c, h, t, t2) => sum("gradient of the head's output × val
   c.dout.num(t, query(c, h) + i) * c.inp.num(t2, value(c, h) + i));
 const gradientOfScore = causal(0, (c, h, t, t2) => {
   const datt = x => c.outs.dpreatt ? c.outs.datt.num(h, t, x) : gradientOfAtt(c, h, t, x), own = datt(t2);
-  const all = shared(c, h * T + t, "sum over the row of att × datt", () =>
-    sum("", t + 1, x => c.att.num(h, t, x) * datt(x)));
+  const all = sharedSum(c, h * T + t, "sum over the row of att × datt", t + 1, x => c.att.num(h, t, x) * datt(x));
   return is(`att × (datt − that sum) / √${c.HS}`, c.att.num(h, t, t2) * (own - all) / Math.sqrt(c.HS));
 });
 function gradientOfQkv(c, t, j) {
@@ -191,12 +195,11 @@ const rotation = (mark, arg, sign) => [mark, (c, t, j) => {
   return j % 2 ? is("a sin + b cos", a * sin + b * cos) : is("a cos − b sin", a * cos - b * sin);
 }];
 
+const positionsOf = Map.groupBy(list(T, t => t), t => inputs[t]);  // of a token
 const weightAndGradient = ({ move }, index) =>
   [newest, shownIn.backward].map(all => all[move.key].num(...move.inWhole(index)));
 
 // ---- the formulas ---------------------------------------------------------------------------------------------------
-
-const positionsOf = Map.groupBy(list(T, t => t), t => inputs[t]);  // of a token
 
 // function.argument -> [what its source has on the line that computes it, (call, ...index) -> number]
 const FORMULAS = {
@@ -216,12 +219,11 @@ const FORMULAS = {
   "norm_forward.out": ["out *= rstd|np.multiply(inp", (c, t, j) =>
     normalized(c, t, j) * c.weight.num(j) + (c.bias?.num(j) ?? 0)],
   "norm_backward.dinp": ["dinp[r] += dn", (c, t, j) => {
-    const dn = i => is("dn = dout × weight", c.dout.num(t, i) * c.weight.num(i)), own = dn(j);
-    const n = normalized(c, t, j), products = () => sum("", c.C, i => dn(i) * normalized(c, t, i));
+    const dn = i => is("dn = dout × weight", c.dout.num(t, i) * c.weight.num(i)), own = dn(j), n = normalized(c, t, j);
     const mean = c.mean ? shared(c, t, "mean of dn over the row", () => sum("", c.C, dn) / c.C) : 0;
-    const meanN = shared(c, t, "mean of dn × n over the row", () => products() / c.C);
+    const all = shared(c, t, "mean of dn × n over the row", () => sum("", c.C, i => dn(i) * normalized(c, t, i)) / c.C);
     const words = `rstd × (dn ${c.mean ? "− mean of dn " : ""}− n × mean of dn × n)`;
-    return is(words, c.rstd.data[t] * (own - mean - n * meanN)) + (c.ins.dinp?.num(t, j) ?? 0);
+    return is(words, c.rstd.data[t] * (own - mean - n * all)) + (c.ins.dinp?.num(t, j) ?? 0);
   }],
   "norm_backward.dweight": ["dweight +=", (c, j) => sum("dout × n, the normalized input, at all positions", T, t =>
     c.dout.num(t, j) * is("n", quietly(() => normalized(c, t, j))))],

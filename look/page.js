@@ -14,6 +14,7 @@ const table = (rows, heads = []) =>
   make("div", { className: "scroll" }, make("table", {}, cells("th", heads), rows.map(row => cells("td", row))));
 const link = (tensor, index, text = tensor.label(index) + ofLayer(tensor.layer)) =>
   make("a", { href: tensor.href(index), textContent: text });
+const linked = ({ tensor, index, value }) => tensor ? link(tensor, index, say(value)) : say(value);
 const largest = (all, count, number) =>  // its numbers are the largest, positive or negative
   all.toSorted((a, b) => Math.abs(number(b)) - Math.abs(number(a))).slice(0, count);
 const clamp = (x, most) => Math.max(0, Math.min(most, Math.floor(x) || 0));
@@ -147,8 +148,6 @@ function drawMap(mode) {  // the calls of the forward pass, a box a layer, the l
     words("h3", title), make("div", { className: "calls" }, made.map(boxes)))));
 }
 
-const linked = ({ tensor, index, value }) => tensor ? link(tensor, index, say(value)) : say(value);
-
 function termsOf(rows) {  // a sum's, the largest first, each with the words for what changes from one to the next
   const shown = largest(rows, 12, row => row.value), rest = rows.filter(row => !shown.includes(row));
   const changes = (_, axis) => rows.length === 1 || new Set(rows.map(row => row.parts[0].index[axis])).size > 1;
@@ -233,7 +232,6 @@ function drawAttention() {
 const shade = (p, most, paper) => `background:color-mix(in srgb, var(--accent) ${Math.round(most * p)}%, ${paper})`;
 const guess = ([id, p], target) => make("td", { className: id === target ? "guess right" : "guess",
   textContent: `${word(id)} ${Math.round(100 * p)}%`, style: shade(p, 50, "transparent") });
-
 const outcomes = (losses, guesses, cell = say) => table(losses.map((loss, t) =>  // came: with its probability
   [position(t), `“${word(targets[t])}” ${say(Math.exp(-loss))}`, cell(loss, t),
     ...guesses[t].slice(0, 3).map(x => guess(x, targets[t]))]), ["after", "came", "loss", "guesses"]);
