@@ -174,8 +174,7 @@ function howMade(tensor, index) {  // and its function's source; the line that c
 function drawDetail() {
   const { mode, key, index, tensor } = state;
   if (!key) return mode === "update" ? mostMoved() : introduction();
-  const what = whatIs(tensor), { low, high } = tensor.limits;
-  const row = list(tensor.shape.at(-1), i => index.with(-1, i));
+  const what = whatIs(tensor), { low, high } = tensor.limits, row = list(tensor.shape.at(-1), i => index.with(-1, i));
   return [words("h2", tensor.title + ofLayer(tensor.layer)),
     words("p", { backward: `How the loss changes with ${tensor.name}: ${what}.`, forward: `It is ${what}.`,
       update: `How far ${data.update.optimizer} moves ${tensor.name}: the rows and columns with the largest moves.`,
