@@ -15,11 +15,11 @@ import contextlib
 import functools
 import inspect
 import json
-import os
 import re
 import sys
 import webbrowser
 import zlib
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -31,8 +31,8 @@ from llmc.files import replacing
 from llmc.resume import checkpoint_paths, complete_checkpoints
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, table_elements, views
 
-FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "look")
-MOST_TOKENS, MOST_MB, MOST_FRAMES, MOST_ROWS = 64, 32, 12, 32
+FOLDER = Path(__file__).with_name("look")
+MOST_TOKENS, MOST_MB, MOST_FRAMES, MOST_ROWS, UPDATES = 64, 32, 12, 32, ("adamw_update", "muon_update")
 same = functools.partial(np.array_equal, equal_nan=True)
 
 
@@ -52,31 +52,34 @@ def watching(call):
 
     with contextlib.ExitStack() as patches:
         for module in (sys.modules[page.__module__] for page in pages()):
-            layers = {name: watched(f) for name, f in vars(module).items()
-                      if re.fullmatch(r"\w+_(forward|backward)", name)}
+            layers = {name: watched(f) for name, f in vars(module).items() if name.endswith(("_forward", "_backward"))}
             patches.enter_context(mock.patch.multiple(module, **layers))
         yield
 
 
-class Numbers:
-    """The page's numbers, float32, one after the other."""
-
-    def __init__(self):
-        self.arrays, self.size = [], 0
+class Numbers(list):
+    """The page's numbers: float32 vectors, one after the other."""
 
     def add(self, x):
         """Any array -> where its numbers begin."""
-        self.arrays.append(np.array(x, "<f4").ravel())  # a copy: the update changes weights in place
-        self.size += x.size
-        return self.size - x.size
+        self.append(np.array(x, "<f4").ravel())  # a copy: the update changes weights in place
+        return sum(map(len, self[:-1]))
 
     def text(self):
         """All of them, deflated: the first byte of each, then the second ... of weights, two are 0. Each byte is a
         character of windows-1252, but after `=` its bit 6 is inverted: HTML alters NUL and CR, and ends at `<`."""
-        planes = np.concatenate(self.arrays).view(np.uint8).reshape(-1, 4).T
+        planes = np.concatenate(self).view(np.uint8).reshape(-1, 4).T
         deflate = zlib.compressobj(strategy=zlib.Z_RLE)  # there is little to find but runs of 0
         packed = deflate.compress(planes.tobytes()) + deflate.flush()
         return re.sub(rb"[\0\r<=]", lambda found: b"=%c" % (found[0][0] ^ 64), packed)
+
+
+def parts(config, tensors, *others):
+    """(name, layer or "", [the part of each]) of Tensors that are alike, without what pads the vocabulary."""
+    for name, row in tensors.table.items():
+        for l in range(row.shape[0]) if row.stacked else ("",):
+            part = l if row.stacked else slice(config.V if row.vocabulary else None)
+            yield name, l, [getattr(source, name)[part] for source in (tensors, *others)]
 
 
 class Recorder:
@@ -88,17 +91,13 @@ class Recorder:
         self.gradients, self.forward = {}, {}  # "name|layer" -> its gradient's number; layer -> arrays of its calls
         self.newest, self.places = {}, {}  # address -> the number of its newest tensor; kind, name, layer, rows
         for kind in ("params", "grads", "acts", "scratch"):
-            tensors = getattr(model, kind)
-            for name, row in tensors.table.items():
-                whole, rows = getattr(tensors, name), model.config.V if row.vocabulary else None
-                for l, tensor in enumerate(whole) if row.stacked else [("", whole)]:
-                    self.places[tensor.ctypes.data] = kind, name, l, rows
-                    if kind == "params":
-                        self.add(tensor, self.copy(tensor), name)
+            for name, l, (part,) in parts(model.config, getattr(model, kind)):
+                self.places[part.ctypes.data] = kind, name, l, len(part)
+                if kind == "params":
+                    self.add(part, part.copy(), name)
 
     def place(self, x):
-        """(kind, name, layer, rows) of an array, by its address. The layer is "" outside of layers, rows is None but
-        where others pad the vocabulary."""
+        """(kind, name, layer, rows) of an array, by its address."""
         return self.places.get(x.ctypes.data, ("", "", "", None))
 
     def copy(self, x):
@@ -111,27 +110,26 @@ class Recorder:
         before, number = {name: self.copy(x) for name, x in arrays.items()}, len(self.calls)
         f(**arguments)
         changed = {name: content for name, x in arrays.items() if not same(content := self.copy(x), before[name])}
-        addresses = [arrays[name].ctypes.data for name in changed]  # gelu_backward's dinp is its dout: the first counts
-        written = [name for i, name in enumerate(changed) if addresses.index(addresses[i]) == i]
-        ins = {name: self.newest[x.ctypes.data] if self.is_known(x, before[name]) else self.add(x, before[name], name)
-               for name, x in arrays.items() if name not in changed or self.is_known(x, before[name])}
+        # gelu_backward's dinp is its dout: the first counts
+        written = [*{arrays[name].ctypes.data: name for name in reversed(changed)}.values()][::-1]
+        known = {name: n for name, x in arrays.items()
+                 if (n := self.newest.get(x.ctypes.data)) is not None and same(self.contents[n], before[name])}
+        ins = {name: known[name] if name in known else self.add(x, before[name], name)
+               for name, x in arrays.items() if name in known or name not in changed}
         layer, _, direction = f.__name__.rpartition("_")
+        calls, of = self.forward.setdefault(layer, []), {}  # gradient -> (name, layer)
         if direction == "forward":
-            self.forward.setdefault(layer, []).append(arrays)
-            of = dict.fromkeys(written)  # gradient -> (name, layer)
+            calls.append(arrays)
         else:  # the backward pass goes back through the forward calls
-            forward = self.forward[layer].pop() if layer in self.forward else {}
+            forward = calls.pop() if calls else {}
             of = {name: self.place(forward[name[1:]])[1:3] if name[1:] in forward else (name[1:], "")
                   for name in written}
             if "dout" in ins and forward:  # of a sum's terms, to which the sum's gradient is handed on
                 self.gradients.setdefault("{1}|{2}".format(*self.place(forward["out"])), ins["dout"])
-        outs = {name: self.add(arrays[name], changed[name], name, number, of[name]) for name in written}
+        outs = {name: self.add(arrays[name], changed[name], name, number, of.get(name)) for name in written}
         sizes = {name: x for name, x in arguments.items() if isinstance(x, (int, float))}
         self.calls.append(dict(f=f.__name__, ins=ins, outs=outs, sizes=sizes))
         self.arguments.append((f, arguments))
-
-    def is_known(self, x, content):
-        return x.ctypes.data in self.newest and same(self.contents[self.newest[x.ctypes.data]], content)
 
     def add(self, x, content, argument, by=None, of=None):
         """A new tensor, written by call `by`, the gradient `of` (name, layer) or itself; returns its number."""
@@ -157,8 +155,7 @@ def largest(x, count):
 
 def best(probs, count):
     """[[id, probability] * count] of each row, the likeliest first."""
-    ids = largest(probs, count)
-    return [[[int(id), round(float(row[id]), 4)] for id in line] for line, row in zip(ids, probs)]
+    return [[[int(id), round(float(row[id]), 4)] for id in ids] for ids, row in zip(largest(probs, count), probs)]
 
 
 def guesses_after_layers(model, calls):
@@ -207,18 +204,14 @@ def update(model, path, settings, recorder):
     moved = views(model.params.table, model.params.buffer.copy())
     optimizer.update(model.params, model.grads, settings, settings.learning_rate, step + 1)
     np.subtract(flat(model.params), flat(moved), out=flat(moved))
-    for name, row in moved.table.items():
-        sources = [getattr(source, name) for source in (moved, optimizer.m, optimizer.v)]
-        for l in range(row.shape[0]) if row.stacked else ("",):
-            parts = [x[l] if row.stacked else x[: model.config.V] if row.vocabulary else x for x in sources]
-            size = np.atleast_2d(np.abs(parts[0]))
-            whole = [np.sort(largest(size.max(1 - axis), MOST_ROWS)) for axis in range(2)][-parts[0].ndim :]
-            move, m, v = (x[np.ix_(*whole)] for x in parts)
-            number = recorder.describe(move, name=name, layer=l, kind="move", by=len(recorder.calls), arg="move",
-                                       at=add(move), shape=move.shape, whole=[x.tolist() for x in whole])
-            sizes = dict(rate=settings.learning_rate * rates.get(name, 1.0), m=add(m), v=add(v))
-            recorder.calls.append(dict(f="muon_update" if name in others else "adamw_update", ins={},
-                                       outs=dict(move=number), sizes=sizes))
+    for name, l, found in parts(model.config, moved, optimizer.m, optimizer.v):
+        size = np.atleast_2d(np.abs(found[0]))
+        whole = [np.sort(largest(size.max(1 - axis), MOST_ROWS)) for axis in range(2)][-found[0].ndim :]
+        move, m, v = (x[np.ix_(*whole)] for x in found)
+        number = recorder.describe(move, name=name, layer=l, kind="move", by=len(recorder.calls), arg="move",
+                                   at=add(move), shape=move.shape, whole=[x.tolist() for x in whole])
+        sizes = dict(rate=settings.learning_rate * rates.get(name, 1.0), m=add(m), v=add(v))
+        recorder.calls.append(dict(f=UPDATES[name in others], ins={}, outs=dict(move=number), sizes=sizes))
     lengths = np.linalg.norm(moved.wte, axis=1)
     decay = settings.weight_decay * getattr(optimizer, "DECAY", 1.0) if settings.decay == "all" else 0.0
     return dict({name: getattr(settings, name) for name in ("learning_rate", "beta1", "beta2", "eps")}, step=step + 1,
@@ -274,10 +267,10 @@ def look(path, prompt, tokenizer=""):
     depends = gradient_times_input(model, T, embedded=recorder.arguments[0][1]["out"])
     with watching(recorder.record):
         model.backward()
-    optimizer, updates = vars(sys.modules[type(model.optimizer).__module__]), ("adamw_update", "muon_update")
-    functions = {f for f, _ in recorder.arguments} | {f for name, f in optimizer.items() if name in updates}
+    optimizer = vars(sys.modules[type(model.optimizer).__module__])
+    functions = [f for f, _ in recorder.arguments] + [optimizer[name] for name in UPDATES if name in optimizer]
     source = {f.__name__: dict(text=inspect.getsource(f), line=inspect.getsourcelines(f)[1],
-                               file=os.path.basename(inspect.getsourcefile(f))) for f in functions}
+                               file=Path(inspect.getsourcefile(f)).name) for f in functions}
     words, numbers = [opened.tokenizer.decode([id]) for id in range(config.V)], recorder.numbers
     return dict(
         path=path, title=architecture.TITLE, model=config.describe(), loss=loss, losses=losses, ids=ids.tolist(),
@@ -292,8 +285,7 @@ def write_page(path, data, numbers):
     is ASCII: page.html and page.css are, and JavaScript (up to U+FFFF) and JSON have an escape for other characters."""
     page = "{page.html}"
     for name in ("page.html", "page.css", "formulas.js", "page.js"):
-        with open(os.path.join(FOLDER, name), encoding="utf-8") as f:
-            page = page.replace(f"{{{name}}}", f.read())
+        page = page.replace(f"{{{name}}}", (FOLDER / name).read_text("utf-8"))
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     before, after = page.replace("{data}", text).encode("ascii", "backslashreplace").rsplit(b"{numbers}", 1)
     with replacing(path) as f:
@@ -310,9 +302,9 @@ def main():
     args = parser.parse_args()
     data, recorder = look(args.model, args.prompt, args.tokenizer)
     write_page(args.output, data, recorder.numbers)
-    print(f"{args.output}: {os.path.getsize(args.output) / 1e6:.1f} MB, loss {data['loss']:.4f}")
+    print(f"{args.output}: {Path(args.output).stat().st_size / 1e6:.1f} MB, loss {data['loss']:.4f}")
     if args.open:
-        webbrowser.open("file://" + os.path.abspath(args.output))
+        webbrowser.open(Path(args.output).resolve().as_uri())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ BUDGETS = {  # what: (files, as git's patterns), lines at most; tests/test_house
     "llmc/gpu/": (("llmc/gpu/*.py",), 2966),  # today's; the goal is 2,600
     "kernels/": (("kernels",), 6523),  # today's; the goal is 6,000
     "tests/": (("tests/*.py",), 8000),
-    "look/": (("look.py", "look"), 1094),  # today's; the goal is 900
+    "look/": (("look.py", "look"), 1031),  # today's; the goal is 900
     "dev/": (("dev/*.py", "dev/*.cu", "dev/*.cuh", "dev/*.md"), 5500),
     "doc/": (("doc/*.md",), 2300),
 }

@@ -13,12 +13,11 @@ const list = (count, f) => Array.from({ length: count }, (_, i) => f(i));
 let numbers;  // what look.py's Numbers holds, all float32
 async function unpack() {
   const characters = new TextDecoder("windows-1252").decode(Uint8Array.from(list(256, byte => byte)));
-  const text = $("numbers").textContent, packed = new Uint8Array(text.length), byteOf = new Uint8Array(65536);
+  const text = $("numbers").textContent.replace(/=(.)/gs, (_, c) => String.fromCharCode(c.charCodeAt() ^ 64));
+  const packed = new Uint8Array(text.length), byteOf = new Uint8Array(65536);
   for (let byte = 0; byte < 256; byte++) byteOf[characters.charCodeAt(byte)] = byte;
-  let length = 0;
-  for (let i = 0; i < text.length; i++)
-    packed[length++] = text[i] === "=" ? text.charCodeAt(++i) ^ 64 : byteOf[text.charCodeAt(i)];
-  const stream = new Blob([packed.subarray(0, length)]).stream().pipeThrough(new DecompressionStream("deflate"));
+  for (let i = 0; i < text.length; i++) packed[i] = byteOf[text.charCodeAt(i)];
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
   const planes = new Uint8Array(await new Response(stream).arrayBuffer()), count = planes.length / 4;
   const bytes = new Uint8Array(planes.length);
   for (let i = 0; i < bytes.length; i++) bytes[i] = planes[(i & 3) * count + (i >> 2)];
@@ -36,20 +35,19 @@ class Tensor {
   constructor(fields, number) {
     const [I, J = 1, K = 1] = fields.shape, key = `${fields.name}|${fields.layer}`;
     const mode = { gradient: "backward", move: "update" }[fields.kind] ?? "forward", title = PREFIX[mode] + fields.name;
-    Object.assign(this, { number, key, mode, title, size: I * J * K, strides: [J * K, K], numbers: null,
-      found: null }, fields);
+    Object.assign(this, { number, key, mode, title, size: I * J * K, strides: [J * K, K] }, fields);
   }
   get data() { return this.numbers ??= this.at === null ? quietly(() => this.computed()) : stored(this.at, this.size); }
+  get formula() { return FORMULAS[`${calls[this.by].f.replace(/^(layer|rms)/, "")}.${this.arg}`]; }
   computed() {
-    const c = calls[this.by], [, formula, all] = formulaOf(this), [I, J = 1, K = 1] = this.shape;
-    if (all) return all(c);
-    const numbers = new Float32Array(this.size);
-    for (let i = 0, at = 0; i < I; i++)
-      for (let j = 0; j < J; j++)
-        for (let k = 0; k < K; k++) numbers[at++] = formula(c, i, j, k);
-    return numbers;
+    const c = calls[this.by], [, formula, all] = this.formula;
+    return all ? all(c) : new Float32Array(this.size).map((_, at) => formula(c, ...this.indexOf(at)));
   }
   flat(i, j = 0, k = 0) { return this.strides[0] * i + this.strides[1] * j + k; }
+  indexOf(at) {
+    const [first, second] = this.strides;
+    return [Math.floor(at / first), Math.floor(at % first / second), at % second].slice(0, this.shape.length);
+  }
   num(i, j, k) {
     const value = this.data[this.flat(i, j, k)];
     if (parts) parts.push({ tensor: this, index: [i, j, k].slice(0, this.shape.length), value });
@@ -74,11 +72,8 @@ class Tensor {
   inWhole(index) { return index.map((i, axis) => this.whole?.[axis][i] ?? i); }  // a move has some rows and columns
   label(index) { return `${this.title}[${this.inWhole(index).join(", ")}]`; }
   inWords(index) {
-    return this.inWhole(index).map((i, axis) => {
-      const what = this.axes[axis], isPosition = /position|looks at/.test(what) && i < T;
-      return what === "token" ? `token “${word(i)}”` : what === "head" ? `head ${i + 1}`
-        : `${what} ${isPosition ? position(i) : i}`;
-    });
+    const named = { token: i => `“${word(i)}”`, head: i => i + 1, position, "looks at": position };
+    return this.inWhole(index).map((i, axis) => `${this.axes[axis]} ${named[this.axes[axis]]?.(i) ?? i}`);
   }
   href(index) { return `#${this.mode}/${this.key}/${index.join(",")}/${this.number}`; }
 }
@@ -95,7 +90,7 @@ const calls = data.calls.map(({ f, ins, outs, sizes }) => {  // c.inp: its argum
 });
 
 const word = id => JSON.stringify(data.vocabulary[id]).slice(1, -1);
-const position = t => `${t} “${word(inputs[t])}”`;
+const position = t => t < T ? `${t} “${word(inputs[t])}”` : t;  // wpe has more
 function say(x) {  // three digits
   const size = Math.abs(x), isPlain = size >= 1e-3 && size < 1e5 || x === 0 || !isFinite(x);
   return (x === 0 ? "0" : isPlain ? x.toPrecision(3) : x.toExponential(2)).replaceAll("-", "−");
@@ -109,70 +104,51 @@ function is(words, value, rows) {
   parts?.push({ words, value, rows });
   return value;
 }
-function quietly(make) {
+function noting(own, make) {  // -> what is made; its parts are noted in `own`
   const outer = parts;
-  parts = null;
+  parts = own;
   const value = make();
   parts = outer;
   return value;
 }
+const quietly = make => noting(null, make);
 function sum(words, count, term) {  // explained by rows: the parts of a term, and its value
-  const outer = parts, rows = [];
+  const rows = parts && list(count, () => ({ parts: [] }));
   let sum = 0;
-  for (let i = 0; i < count; i++) {
-    if (outer) parts = [];
-    const value = term(i);
-    if (outer) rows.push({ parts, value });
-    sum += value;
-  }
-  parts = outer;
+  for (let i = 0; i < count; i++) sum += rows ? rows[i].value = noting(rows[i].parts, () => term(i)) : term(i);
   return is(words, sum, rows);
 }
 // What all numbers of a row need: made once.
 const shared = (c, row, words, make) => is(words, (c.shared[words] ??= [])[row] ??= quietly(make));
+const sharedSum = (c, row, words, count, term) => shared(c, row, words, () => sum("", count, term));
 
 // ---- what formulas share --------------------------------------------------------------------------------------------
 
 // Sums of products along axis p of a tensor and axis q of another: number (i, j) is of the first's i, the other's j.
 const matmul = (mark, words, first, p, second, q) => [mark, (c, i, j) => {
   const a = c[first], b = c[second], term = k => (p ? a.num(i, k) : a.num(k, i)) * (q ? b.num(j, k) : b.num(k, j));
-  return sum(words, a.shape[p], term) + (c.bias ? c.bias.num(j) : 0);
-}, c => product(c[first], c[first].data, p, c[second], c[second].data, q, c.bias)];
+  return sum(words, a.shape[p], term) + (c.bias?.num(j) ?? 0);
+}, c => {  // all of them, much faster
+  const [a, b] = [c[first], c[second]], [x, y, bias] = [a.data, b.data, c.bias?.data];
+  const count = a.shape[p], J = b.shape[1 - q], [step, stride] = [a.strides[p], b.strides[q]];
+  return new Float32Array(a.shape[1 - p] * J).map((_, number) => {
+    const j = number % J;
+    let sum = 0, at = (number - j) / J * a.strides[1 - p], to = j * b.strides[1 - q];
+    for (let k = 0; k < count; k++, at += step, to += stride) sum += x[at] * y[to];
+    return sum + (bias?.[j] ?? 0);
+  });
+}];
 
-// All of them, in blocks of 2 x 2, which read what they share once: that is twice as fast.
-function product(a, x, p, b, y, q, bias) {  // x, y: the tensors' numbers, made before
-  const I = a.shape[1 - p], J = b.shape[1 - q], count = a.shape[p], out = new Float32Array(I * J);
-  const di = a.strides[1 - p], dp = a.strides[p], dj = b.strides[1 - q], dq = b.strides[q];
-  for (let i = 0; i < I; i += 2) for (let j = 0; j < J; j += 2) {
-    const i2 = Math.min(i + 1, I - 1), j2 = Math.min(j + 1, J - 1), down = (i2 - i) * di, right = (j2 - j) * dj;
-    let own = 0, beside = 0, below = 0, across = 0;
-    for (let k = 0, at = i * di, to = j * dj; k < count; k++, at += dp, to += dq) {
-      const x1 = x[at], x2 = x[at + down], y1 = y[to], y2 = y[to + right];
-      own += x1 * y1;
-      beside += x1 * y2;
-      below += x2 * y1;
-      across += x2 * y2;
-    }
-    out[i * J + j] = own;
-    out[i * J + j2] = beside;
-    out[i2 * J + j] = below;
-    out[i2 * J + j2] = across;
-  }
-  return bias ? out.map((number, at) => number + bias.num(at % J)) : out;
-}
-
-// A function of one number, and the gradient through it.
-const apply = (mark, words, f, arg = "inp") => [mark, (c, t, j) => is(words, f(c.ins[arg].num(t, j)))];
-const slope = (mark, words, f, arg = "inp", dout = "dout") =>
-  [mark, (c, t, j) => c.ins[dout].num(t, j) * is(words, f(c.ins[arg].num(t, j)))];
+// A function of one number or, with dout, the gradient through it.
+const apply = (mark, words, f, arg = "inp", dout = null) =>
+  [mark, (c, t, j) => (dout ? c.ins[dout].num(t, j) : 1) * is(words, f(c.ins[arg].num(t, j)))];
 const S = Math.sqrt(2 / Math.PI), CUBE = 0.044715, bend = x => Math.tanh(S * (x + CUBE * x * x * x));
 const geluSlope = x => (1 + bend(x)) / 2 + x / 2 * (1 - bend(x) ** 2) * S * (1 + 3 * CUBE * x * x);
 const sigmoid = x => 1 / (1 + Math.exp(-x));
 
 function softmax(c, row, count, number, own) {
   const x = number(own), most = shared(c, row, "the row's largest", () => Math.max(...list(count, number)));
-  const all = shared(c, row, "sum over the row of exp(number − largest)", () =>
-    sum("", count, i => Math.exp(number(i) - most)));
+  const all = sharedSum(c, row, "sum over the row of exp(number − largest)", count, i => Math.exp(number(i) - most));
   return is("exp(its number − largest) / that sum", Math.exp(x - most) / all);
 }
 
@@ -181,7 +157,7 @@ function inverseSize(x, t, start, count, mean, eps) {  // of `count` numbers fro
   return is(`1 / √(their mean + ${say(eps)})`, 1 / Math.sqrt(squares / count + eps));
 }
 const normalized = (c, t, j) => is(c.mean ? "n = (x − mean) × rstd" : "n = x × rstd",
-  (c.inp.num(t, j) - (c.mean ? c.mean.num(t) : 0)) * c.rstd.num(t));
+  (c.inp.num(t, j) - (c.mean?.num(t) ?? 0)) * c.rstd.num(t));
 const columnSum = (c, j) => sum("all positions", T, t => c.dout.num(t, j));
 
 // Where the query, key and value of head h begin in a row of qkv. Several query heads may share a key and value head.
@@ -197,8 +173,7 @@ const gradientOfAtt = (c, h, t, t2) => sum("gradient of the head's output × val
   c.dout.num(t, query(c, h) + i) * c.inp.num(t2, value(c, h) + i));
 const gradientOfScore = causal(0, (c, h, t, t2) => {
   const datt = x => c.outs.dpreatt ? c.outs.datt.num(h, t, x) : gradientOfAtt(c, h, t, x), own = datt(t2);
-  const all = shared(c, h * T + t, "sum over the row of att × datt", () =>
-    sum("", t + 1, x => c.att.num(h, t, x) * datt(x)));
+  const all = sharedSum(c, h * T + t, "sum over the row of att × datt", t + 1, x => c.att.num(h, t, x) * datt(x));
   return is(`att × (datt − that sum) / √${c.HS}`, c.att.num(h, t, t2) * (own - all) / Math.sqrt(c.HS));
 });
 function gradientOfQkv(c, t, j) {
@@ -220,18 +195,17 @@ const rotation = (mark, arg, sign) => [mark, (c, t, j) => {
   return j % 2 ? is("a sin + b cos", a * sin + b * cos) : is("a cos − b sin", a * cos - b * sin);
 }];
 
-const weightAndGradient = (c, index) =>
-  [newest, shownIn.backward].map(all => all[c.move.key].num(...c.move.inWhole(index)));
+const positionsOf = Map.groupBy(list(T, t => t), t => inputs[t]);  // of a token
+const weightAndGradient = ({ move }, index) =>
+  [newest, shownIn.backward].map(all => all[move.key].num(...move.inWhole(index)));
 
 // ---- the formulas ---------------------------------------------------------------------------------------------------
 
-const positionsOf = Map.groupBy(list(T, t => t), t => inputs[t]);  // of a token
-
 // function.argument -> [what its source has on the line that computes it, (call, ...index) -> number]
 const FORMULAS = {
-  "encoder_forward.out": ["np.take(", (c, t, j) => c.wte.num(inputs[t], j) + (c.wpe ? c.wpe.num(t, j) : 0)],
+  "encoder_forward.out": ["np.take(", (c, t, j) => c.wte.num(inputs[t], j) + (c.wpe?.num(t, j) ?? 0)],
   "encoder_backward.dwte": ["dwte[tokens", (c, id, j) => {
-    const at = positionsOf.get(id) ?? [], before = c.ins.dwte ? c.ins.dwte.num(id, j) : 0;
+    const at = positionsOf.get(id) ?? [], before = c.ins.dwte?.num(id, j) ?? 0;
     return before + sum("the positions with this token", at.length, i => c.dout.num(at[i], j));
   }],
   "encoder_backward.dwpe": ["np.add.reduce(dout", (c, t, j) => t < T ? c.dout.num(t, j) : is("no token is there", 0)],
@@ -241,17 +215,15 @@ const FORMULAS = {
   "matmul_backward.dbias": ["out=dbias", columnSum],
   "norm_forward.mean": ["np.add.reduce(inp", (c, t) =>
     is("divided by C", sum("the row", c.C, i => c.inp.num(t, i)) / c.C)],
-  "norm_forward.rstd": ["np.reciprocal(rstd", (c, t) =>
-    inverseSize(c.inp, t, 0, c.C, c.mean ? c.mean.num(t) : 0, c.eps)],
+  "norm_forward.rstd": ["np.reciprocal(rstd", (c, t) => inverseSize(c.inp, t, 0, c.C, c.mean?.num(t) ?? 0, c.eps)],
   "norm_forward.out": ["out *= rstd|np.multiply(inp", (c, t, j) =>
-    normalized(c, t, j) * c.weight.num(j) + (c.bias ? c.bias.num(j) : 0)],
+    normalized(c, t, j) * c.weight.num(j) + (c.bias?.num(j) ?? 0)],
   "norm_backward.dinp": ["dinp[r] += dn", (c, t, j) => {
-    const dn = i => is("dn = dout × weight", c.dout.num(t, i) * c.weight.num(i)), own = dn(j);
-    const n = normalized(c, t, j), products = () => sum("", c.C, i => dn(i) * normalized(c, t, i));
+    const dn = i => is("dn = dout × weight", c.dout.num(t, i) * c.weight.num(i)), own = dn(j), n = normalized(c, t, j);
     const mean = c.mean ? shared(c, t, "mean of dn over the row", () => sum("", c.C, dn) / c.C) : 0;
-    const meanN = shared(c, t, "mean of dn × n over the row", () => products() / c.C);
+    const all = shared(c, t, "mean of dn × n over the row", () => sum("", c.C, i => dn(i) * normalized(c, t, i)) / c.C);
     const words = `rstd × (dn ${c.mean ? "− mean of dn " : ""}− n × mean of dn × n)`;
-    return is(words, c.rstd.data[t] * (own - mean - n * meanN)) + (c.ins.dinp ? c.ins.dinp.num(t, j) : 0);
+    return is(words, c.rstd.data[t] * (own - mean - n * all)) + (c.ins.dinp?.num(t, j) ?? 0);
   }],
   "norm_backward.dweight": ["dweight +=", (c, j) => sum("dout × n, the normalized input, at all positions", T, t =>
     c.dout.num(t, j) * is("n", quietly(() => normalized(c, t, j))))],
@@ -285,9 +257,9 @@ const FORMULAS = {
     return is(words, scale * d - y * all / c.HS / scale) * c.rstd.num(t, h);
   }],
   "gelu_forward.out": apply("np.tanh(", "x/2 × (1 + tanh(√(2/π) (x + 0.044715 x³)))", x => x / 2 * (1 + bend(x))),
-  "gelu_backward.dinp": slope("out=dinp[start:stop]", "GELU's slope at x", geluSlope),
+  "gelu_backward.dinp": apply("out=dinp[start:stop]", "GELU's slope at x", geluSlope, "inp", "dout"),
   "relu2_forward.out": apply("np.maximum", "max(x, 0)²", x => Math.max(0, x) ** 2),
-  "relu2_backward.dinp": slope("np.multiply", "2 max(x, 0)", x => 2 * Math.max(0, x)),
+  "relu2_backward.dinp": apply("np.multiply", "2 max(x, 0)", x => 2 * Math.max(0, x), "inp", "dout"),
   "swiglu_forward.out": ["np.divide(gate", (c, t, j) => {
     const up = c.inp.num(t, j), gate = c.inp.num(t, c.F + j);
     return is("up × gate × sigmoid(gate)", up * gate * sigmoid(gate));
@@ -299,7 +271,7 @@ const FORMULAS = {
       : is("dout × up × s × (1 + gate × (1 − s))", d * up * s * (1 + gate * (1 - s)));
   }],
   "cap_forward.logits": apply("z[start", "15 x / √(x² + 15²)", x => 15 * x / Math.hypot(x, 15), "logits"),
-  "cap_backward.dlogits": slope("inverse * np.sqrt", "the cap's slope, (1 − (x / 15)²)^1.5",
+  "cap_backward.dlogits": apply("inverse * np.sqrt", "the cap's slope, (1 − (x / 15)²)^1.5",
     x => (1 - (x / 15) ** 2) ** 1.5, "logits", "dlogits"),
   "softmax_forward.probs": ["np.exp(p", (c, t, j) => softmax(c, t, c.V, i => c.logits.num(t, i), j)],
   "crossentropy_forward.losses": ["np.negative(np.log", (c, t) =>
@@ -323,13 +295,3 @@ const FORMULAS = {
     return is("Muon makes all directions of m, a running mean of the gradient, equally long", c.move.num(...index));
   }],
 };
-
-const formulaOf = ({ by, arg }) => FORMULAS[`${calls[by].f.replace(/^(layer|rms)/, "")}.${arg}`];
-
-function explain(tensor, index) {  // -> its parts, value, and the function and the mark of the line that makes it
-  const c = calls[tensor.by], [mark, formula] = formulaOf(tensor);
-  parts = [];
-  const explained = { parts, value: formula(c, ...index), f: c.f, mark: mark.call ? mark(c, ...index) : mark };
-  parts = null;
-  return explained;
-}

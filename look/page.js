@@ -4,15 +4,17 @@
 
 function make(tag, fields, ...children) {
   const element = Object.assign(document.createElement(tag), fields);
-  element.append(...children);
+  element.append(...children.flat(Infinity));
   return element;
 }
 const words = (tag, textContent) => make(tag, { textContent });
-const cells = (tag, all) => make("tr", {}, ...all.map(x => x.tagName === "TD" ? x : make(tag, {}, x)));
+const titled = (title, ...children) => make("div", {}, words("h2", title), ...children);
+const cells = (tag, all) => make("tr", {}, all.map(x => x.tagName === "TD" ? x : make(tag, {}, x)));
 const table = (rows, heads = []) =>
-  make("div", { className: "scroll" }, make("table", {}, cells("th", heads), ...rows.map(row => cells("td", row))));
+  make("div", { className: "scroll" }, make("table", {}, cells("th", heads), rows.map(row => cells("td", row))));
 const link = (tensor, index, text = tensor.label(index) + ofLayer(tensor.layer)) =>
   make("a", { href: tensor.href(index), textContent: text });
+const linked = ({ tensor, index, value }) => tensor ? link(tensor, index, say(value)) : say(value);
 const largest = (all, count, number) =>  // its numbers are the largest, positive or negative
   all.toSorted((a, b) => Math.abs(number(b)) - Math.abs(number(a))).slice(0, count);
 const clamp = (x, most) => Math.max(0, Math.min(most, Math.floor(x) || 0));
@@ -22,7 +24,7 @@ const clamp = (x, most) => Math.max(0, Math.min(most, Math.floor(x) || 0));
 const ORANGE = [230, 116, 20], BLUE = [40, 125, 225];  // negative, positive: the color-blind tell them apart, too
 
 // A pixel has the largest of its numbers, and is as opaque; `full` or more: opaque.
-function draw({ rows, columns, number }, full, width = columns, height = rows, canvas = make("canvas")) {
+function draw({ rows, columns, number }, full, canvas = make("canvas"), width = columns, height = rows) {
   const w = canvas.width = Math.min(columns, width), h = canvas.height = Math.min(rows, height);
   const context = canvas.getContext("2d"), image = context.createImageData(w, h);
   for (let y = 0; y < h; y++) for (let x = 0; x < w; x++) {
@@ -50,7 +52,7 @@ function pictureOf(tensor, head) {  // at(row, column) is the index of a number,
 }
 
 const tokens = inputs.map(id => [word(id), 1]);  // labels: words, and how many rows or columns each is for
-const labels = (all, className, side, size) => make("div", { className }, ...all.map(([textContent, n]) =>
+const labels = (all, className, side, size) => make("div", { className }, all.map(([textContent, n]) =>
   make("span", { textContent, className: textContent.length > 1 ? "word" : "",
     style: `${side}:${n * size}px;font-size:${Math.min(11, n * size)}px` })));
 function bandsOf({ name, shape }) {  // of a tensor's channels: down
@@ -62,23 +64,19 @@ function bigPicture(ariaLabel) {  // of the tensor that is shown; click its cell
   const { mode, key, index, tensor, picture } = state, { rows, columns } = picture, { full } = tensor.limits;
   const across = Math.min(28, Math.max(200, Math.min(560, innerWidth - 110)) / columns);
   const up = Math.max(.45, Math.min(28, 460 / rows)), [row, column] = picture.cell(index);
-  const canvas = make("canvas", { role: "img", ariaLabel, style: `width:${columns * across}px;height:${rows * up}px` });
-  canvas.onclick = ({ offsetX, offsetY }) =>
-    go(mode, key, picture.at(clamp(offsetY / up, rows - 1), clamp(offsetX / across, columns - 1)));
-  draw(picture, full, columns, rows, canvas);
-  const chosen = make("i", { style: `left:${column * across - 2}px;top:${row * up - 2}px;width:${
-    Math.max(across, 2) + 4}px;height:${Math.max(up, 2) + 4}px` });
-  const [above, beside] = tensor.isWeight ? [[], []] : [tokens, bandsOf(tensor)];
-  return make("div", {}, make("div", { className: "big" },
-    labels(above, "across", "width", across), labels(beside, "down", "height", up), make("div", {}, canvas, chosen)),
-  make("p", {}, `colors: ${say(-full)}`, make("span", { className: "legend" }), `${say(full)}, and beyond`));
+  const canvas = draw(picture, full, make("canvas", { role: "img", ariaLabel,
+    style: `width:${columns * across}px;height:${rows * up}px`, onclick: ({ offsetX, offsetY }) =>
+      go(mode, key, picture.at(clamp(offsetY / up, rows - 1), clamp(offsetX / across, columns - 1))) }));
+  const chosen = make("i", { style: `left:${column * across}px;top:${row * up}px;width:${across}px;height:${up}px` });
+  return [make("div", { className: "big" }, labels(tensor.isWeight ? [] : tokens, "across", "width", across),
+    labels(bandsOf(tensor), "down", "height", up), make("div", {}, canvas, chosen)),
+  make("p", {}, `colors: ${say(-full)}`, make("span", { className: "legend" }), `${say(full)}, and beyond`)];
 }
 
-function headGrid(number, chosen) {  // all attention maps: a row a layer
-  return make("div", {}, ...list(data.L, l => make("div", { className: "heads" }, words("span", `Layer ${l + 1}`),
-    ...list(data.NH, h => make("a", { href: at("attention", `att|${l}`, [h]), ariaCurrent: chosen === `${l},${h}` },
+const headGrid = (number, chosen) =>  // all attention maps: a row a layer
+  make("div", {}, list(data.L, l => make("div", { className: "heads" }, words("span", `Layer ${l + 1}`),
+    list(data.NH, h => make("a", { href: at("attention", `att|${l}`, [h]), ariaCurrent: chosen === `${l},${h}` },
       draw({ rows: T, columns: T, number: (r, c) => number(l, h, r, c) }, 1), `head ${h + 1}`)))));
-}
 
 // ---- the page -------------------------------------------------------------------------------------------------------
 
@@ -122,38 +120,33 @@ function tile(key, mode) {
   const tensor = newest[key], shown = shownIn[mode][key], picture = pictureOf(shown);
   const canvas = make("canvas"), range = words("small", "…"), most = shown.shape.length === 3 ? 208 : 104;
   canvas.style = `width:clamp(48px,${picture.columns}px,${most}px);height:clamp(6px,${picture.rows}px,56px)`;
-  const link = make("a", { href: at(mode, key), className: tensor.isWeight ? "weight" : "",
-    title: whatIs(tensor) + ofLayer(tensor.layer) },
-  canvas, PREFIX[mode] + tensor.name, words("small", tensor.shape.join(" × ")), range);
-  link.paint = () => {  // when it is first seen; its size stands before, so that nothing moves then
-    draw(picture, shown.limits.full, most, 56, canvas);
+  const className = tensor.isWeight ? "weight" : "", title = whatIs(tensor) + ofLayer(tensor.layer);
+  const link = make("a", { href: at(mode, key), className, title }, canvas, PREFIX[mode] + tensor.name,
+    words("small", tensor.shape.join(" × ")), range);
+  const seen = new IntersectionObserver(found => found.at(-1).isIntersecting && setTimeout(() => {
+    seen.disconnect();  // painted when it is first seen; its size stands before, so that nothing moves then
+    draw(picture, shown.limits.full, canvas, most, 56);
     range.textContent = `${say(shown.limits.low)} … ${say(shown.limits.high)}`;
-  };
+  }), { rootMargin: "300px" });
   seen.observe(link);
   return link;
 }
-const seen = new IntersectionObserver(entries => entries.filter(x => x.isIntersecting).forEach(({ target }) => {
-  seen.unobserve(target);
-  setTimeout(target.paint);  // after the page is on the screen
-}), { rootMargin: "300px" });
 
 const layerOf = c => Object.values(c.outs)[0].layer;
 function drawMap(mode) {  // the calls of the forward pass, a box a layer, the last on top
   const forward = calls.slice(0, data.forward), first = forward.findIndex(c => layerOf(c) === 0);
   const groups = Map.groupBy(forward, (c, i) =>
     layerOf(c) !== "" ? `Layer ${layerOf(c) + 1} (l = ${layerOf(c)})` : i < first ? "Embedding" : "Prediction");
-  const boxes = c => {
-    const keys = [...Object.values(c.outs), ...Object.values(c.ins).filter(x => x.isWeight)].map(x => x.key);
-    const tiles = keys.filter(key => shownIn[mode][key]).map(key => tile(key, mode));
-    return tiles.length ? [make("div", { className: "call" }, words("span", c.f.replace("_forward", "")),
-      make("div", { className: "tiles" }, ...tiles))] : [];
+  const boxes = ({ f, ins, outs }) => {
+    const shown = [...Object.values(outs), ...Object.values(ins).filter(x => x.isWeight)].map(x => x.key)
+      .filter(key => shownIn[mode][key]);
+    return shown.length ? make("div", { className: "call" }, words("span", f.replace("_forward", "")),
+      make("div", { className: "tiles" }, shown.map(key => tile(key, mode)))) : [];
   };
   $("map").className = mode;
   $("map").replaceChildren(...[...groups].reverse().map(([title, made]) => make("div", { className: "group" },
-    words("h3", title), make("div", { className: "calls" }, ...made.flatMap(boxes)))));
+    words("h3", title), make("div", { className: "calls" }, made.map(boxes)))));
 }
-
-const linked = ({ tensor, index, value }) => tensor ? link(tensor, index, say(value)) : say(value);
 
 function termsOf(rows) {  // a sum's, the largest first, each with the words for what changes from one to the next
   const shown = largest(rows, 12, row => row.value), rest = rows.filter(row => !shown.includes(row));
@@ -165,44 +158,45 @@ function termsOf(rows) {  // a sum's, the largest first, each with the words for
     `= ${say(rest.reduce((sum, row) => sum + row.value, 0))}`]] : [])]);
 }
 
-function howMade(e) {  // and its function's source; the line that computes the number is marked
-  const { text, line, file } = data.source[e.f], lines = text.trimEnd().split("\n").map(code => `${code}\n`);
-  const marked = lines.findIndex(code => e.mark.split("|").some(x => code.includes(x)));
-  return [make("div", { className: "made" }, words("h3", "How it is made"), ...e.parts.flatMap(part => [
-    make("p", {}, part.tensor ? link(part.tensor, part.index) : part.words, part.rows ? ": the sum is " : " = ",
-      words("b", say(part.value))), ...(part.rows ? [termsOf(part.rows)] : [])]),
-  make("p", {}, "Result ", make("output", { id: "value", textContent: say(e.value) }))),
-  words("h3", `${e.f}, ${file}:${line}`),
-  make("pre", { tabIndex: 0 }, ...lines.map((code, i) => i === marked ? words("mark", code) : code))];
+function howMade(tensor, index) {  // and its function's source; the line that computes the number is marked
+  const c = calls[tensor.by], [mark, formula] = tensor.formula, made = [], { text, line, file } = data.source[c.f];
+  const value = noting(made, () => formula(c, ...index)), marks = (mark.call ? mark(c, ...index) : mark).split("|");
+  const lines = text.trimEnd().split("\n").map(code => `${code}\n`);
+  const marked = lines.findIndex(code => marks.some(x => code.includes(x)));
+  return [make("div", { className: "made" }, words("h3", "How it is made"), made.map(({ rows, ...part }) => [
+    make("p", {}, part.tensor ? link(part.tensor, part.index) : part.words, rows ? ": the sum is " : " = ",
+      words("b", say(part.value))), rows ? termsOf(rows) : []]),
+  make("p", {}, "Result ", make("output", { id: "value", textContent: say(value) }))),
+  words("h3", `${c.f}, ${file}:${line}`),
+  make("pre", { tabIndex: 0 }, lines.map((code, i) => i === marked ? words("mark", code) : code))];
 }
 
 function drawDetail() {
   const { mode, key, index, tensor } = state;
   if (!key) return mode === "update" ? mostMoved() : introduction();
-  const what = whatIs(tensor), isGiven = tensor.by === null, { low, high } = tensor.limits;
-  const row = list(tensor.shape.at(-1), i => index.with(-1, i));
+  const what = whatIs(tensor), { low, high } = tensor.limits, row = list(tensor.shape.at(-1), i => index.with(-1, i));
   return [words("h2", tensor.title + ofLayer(tensor.layer)),
     words("p", { backward: `How the loss changes with ${tensor.name}: ${what}.`, forward: `It is ${what}.`,
       update: `How far ${data.update.optimizer} moves ${tensor.name}: the rows and columns with the largest moves.`,
     }[tensor.mode]),
     words("p", `${(newest[key] ?? tensor).shape.join(" × ")} numbers, ${say(low)} … ${say(high)}`),
     bigPicture(`${tensor.title}: ${what}`),
-    ...(tensor.whole ? [] : [make("p", { className: "index" }, ...index.map((i, axis) => make("label", {},
-      `${tensor.axes[axis]} `, make("input", { type: "number", value: i, min: 0, max: tensor.shape[axis] - 1,
-        onchange: event => go(mode, key, index.with(axis, +event.target.value)) }))))]),
+    tensor.whole ? [] : make("p", { className: "index" }, index.map((value, axis) => make("label", {},
+      `${tensor.axes[axis]} `, make("input", { type: "number", value, min: 0, max: tensor.shape[axis] - 1,
+        onchange: event => go(mode, key, index.with(axis, +event.target.value)) })))),
     make("p", {}, [tensor.label(index), ...tensor.inWords(index)].join(", "), ": ",
       words("output", say(tensor.num(...index)))),
     make("details", { open: mode === "attention" }, words("summary", "The largest of its row"), table(largest(row, 8,
       i => tensor.num(...i)).map(i => [tensor.inWords(i).at(-1), link(tensor, i, say(tensor.num(...i)))]))),
-    ...(isGiven ? [words("p", tensor.isWeight ? "Training made this weight." : "It is given.")]
-      : howMade(explain(tensor, index)))];
+    tensor.by === null ? words("p", tensor.isWeight ? "Training made this weight." : "It is given.")
+      : howMade(tensor, index)];
 }
 
 function mostMoved() {
   const { optimizer, step, learning_rate: rate, embeddings } = data.update;
   const most = Object.values(moves).map(tensor => {
-    const { shape, data, limits: { low, high } } = tensor, move = -low > high ? low : high, at = data.indexOf(move);
-    return [link(tensor, [Math.floor(at / shape.at(-1)), at % shape.at(-1)].slice(-shape.length)), move];
+    const { low, high } = tensor.limits, move = -low > high ? low : high;
+    return [link(tensor, tensor.indexOf(tensor.data.indexOf(move))), move];
   });
   return [words("h2", `Update: how far ${optimizer} moves each weight`),
     words("p", `If the model were trained on this prompt next: step ${step}, learning rate ${rate}. Of each`
@@ -228,29 +222,27 @@ function introduction() {
 function drawAttention() {
   const { tensor, index: [head, t] } = state;
   state.position = t;
-  return [make("div", {}, words("h2", "Where each head looks"),
+  return [titled("Where each head looks",
     words("p", "A row is a position, the first on top; its columns are the positions up to it. Full color: 1."),
     headGrid((l, h, r, c) => newest[`att|${l}`].num(h, r, c), `${tensor.layer},${head}`)),
-  make("div", { id: "head" }, ...drawDetail())];
+  make("div", { id: "head" }, drawDetail())];
 }
 
 const shade = (p, most, paper) => `background:color-mix(in srgb, var(--accent) ${Math.round(most * p)}%, ${paper})`;
 const guess = ([id, p], target) => make("td", { className: id === target ? "guess right" : "guess",
   textContent: `${word(id)} ${Math.round(100 * p)}%`, style: shade(p, 50, "transparent") });
-
 const outcomes = (losses, guesses, cell = say) => table(losses.map((loss, t) =>  // came: with its probability
   [position(t), `“${word(targets[t])}” ${say(Math.exp(-loss))}`, cell(loss, t),
     ...guesses[t].slice(0, 3).map(x => guess(x, targets[t]))]), ["after", "came", "loss", "guesses"]);
 
 function drawGuesses() {
-  const t = state.position = clamp(state.given[0], T - 1);
-  const depends = stored(data.depends, T * T).subarray(t * T, t * T + t + 1);
-  return [make("div", {}, words("h2", "The best guess after each layer"),
+  const t = state.position = clamp(state.given[0], T - 1), depends = stored(data.depends + t * T, t + 1);
+  return [titled("The best guess after each layer",
     words("p", "The residual stream after each layer, read as if it were the last. Underlined: the token that came."),
     table(inputs.map((_, t) => [make("a", { href: `#guesses//${t}`, textContent: position(t) }),
       ...data.guesses.map(layer => guess(layer[t][0], targets[t])), `“${word(targets[t])}”`]),
     ["after", ...data.guesses.map((_, l) => l ? `layer ${l}` : "embedding"), "came"])),
-  make("div", {}, words("h2", `After ${position(t)} came “${word(targets[t])}”`),
+  titled(`After ${position(t)} came “${word(targets[t])}”`,
     words("p", `Loss ${say(data.losses[t])}. The five best guesses:`),
     table(data.guesses.at(-1)[t].map(([id, p]) => [`“${word(id)}”`, link(newest["probs|"], [t, id], say(p))])),
     words("p", "How much that loss depends on each token: the gradient with respect to its embedding, times the"
@@ -260,20 +252,19 @@ function drawGuesses() {
 
 function drawTraining() {
   const frames = data.film, n = clamp(state.given[0] ?? frames.length - 1, frames.length - 1), frame = frames[n];
-  if (!frame) return [make("div", {}, words("h2", "Training, as a film"), words("p",
+  if (!frame) return [titled("Training, as a film", words("p",
     "It needs a run with several checkpoints: train with -n 100 -o runs/mine, then look at runs/mine."))];
   const att = stored(frame.att, data.L * data.NH * T * T);
   const slider = make("input", { type: "range", id: "frame", min: 0, max: frames.length - 1, value: n,
-    ariaLabel: "checkpoint" });
-  slider.oninput = () => { history.replaceState(0, "", `#training//${slider.value}`); show(); $("frame").focus(); };
-  return [make("div", {}, words("h2", `The prompt at step ${frame.step}: loss ${say(frame.loss)}`), slider,
+    ariaLabel: "checkpoint", oninput: ({ target }) => location.replace(`#training//${target.value}`) });
+  return [titled(`The prompt at step ${frame.step}: loss ${say(frame.loss)}`, slider,
     table([["loss", ...frames.map(f => say(f.loss))], ...frame.norms.map((_, l) =>
       [l ? `after layer ${l}` : "embedding", ...frames.map(f => say(f.norms[l]))])],
     ["step", ...frames.map(f => `${f.step}`)]),
     words("p", "It is the loss of this prompt alone, which may rise while that of the training text falls. Below it:"
       + " the size of the residual stream, its root mean square."),
     headGrid((l, h, r, c) => att[((l * data.NH + h) * T + r) * T + c])),
-  make("div", {}, outcomes(frame.losses, frame.guesses))];
+  outcomes(frame.losses, frame.guesses)];
 }
 
 function drawPrompt() {  // the likelier a token's successor was, the bluer
@@ -288,15 +279,16 @@ const MODES = { forward: drawDetail, backward: drawDetail, update: drawDetail, a
   guesses: drawGuesses, training: drawTraining };
 
 function show() {
-  const before = state.view;
+  const before = state.view, { id } = document.activeElement;
   read();
   const hasMap = MODES[state.mode] === drawDetail;
   document.querySelector("main").className = hasMap ? "" : "one";
   $("map").hidden = !hasMap;
-  $("detail").replaceChildren(...MODES[state.mode]());
+  $("detail").replaceChildren(...MODES[state.mode]().flat(Infinity));
+  $(id)?.focus();  // the slider is a new one
   if (hasMap && $("map").className !== state.mode) drawMap(state.mode);
-  for (const a of document.querySelectorAll(".tiles a")) a.ariaCurrent = a.hash === at(state.mode, state.key);
-  for (const a of document.querySelectorAll("nav a")) a.ariaCurrent = a.hash === `#${state.mode}`;
+  for (const a of document.querySelectorAll("nav a, .tiles a"))
+    a.ariaCurrent = [`#${state.mode}`, at(state.mode, state.key)].includes(a.hash);
   drawPrompt();
   if (innerWidth <= 800 && state.view && state.view !== before) ($("head") ?? $("detail")).scrollIntoView();
 }
