@@ -49,7 +49,7 @@ class SpeedrunCudaSettings(MuonSettings, CudaSettings):
 # ----------------------------------------------------------------------------------------------------------------------
 # layout: the tables of activations
 
-# rows that hold one layer at a time; 3: in FP8, which keeps a layer's in 8 bits
+# rows that hold one layer at a time; 3: in FP8, which keeps all layers' in 8 bits
 RECOMPUTED = {0: (), 1: (), 2: ("ln1", "ln2"), 3: ("ln1", "ln2", "fch_relu2")}
 READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_relu2", "logits": "lnf"}  # as GPT-2's
 

@@ -52,7 +52,7 @@ __device__ inline void round_squares(uint32 (&rows)[4], const float (&x)[16], fl
     }
 }
 
-// The reverse, of numbers that are not rounded.
+// The reverse: the numbers that they stand for, times their scale.
 __device__ inline void floats_of_squares(float (&x)[16], const uint32 (&rows)[4]) {
 #pragma unroll
     for (int k = 0; k < 4; k++) {

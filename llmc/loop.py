@@ -74,10 +74,9 @@ class Loop(contextlib.AbstractContextManager):
         if self.begin > self.settings.steps:
             raise UserError(f"{settings.output}: its checkpoint is of step {self.begin}, beyond -x"
                             f" {self.settings.steps}: pass a larger -x")
-        self.console = Console(self)
         if settings.lines == "llmc":
             from llmc.llmc_lines import LlmcCudaLines, LlmcLines  # here: few runs need them
-            self.console = (LlmcCudaLines if resolve else LlmcLines)(self)
+        self.console = (Console if settings.lines == "short" else LlmcCudaLines if resolve else LlmcLines)(self)
 
     def __exit__(self, kind, *_):
         self.console.erase()

@@ -67,8 +67,8 @@ class CublasLt:
         return handle
 
     def multiply(self, out, a, b, bias=None, scale=1.0, addend=None, factor=1.0, count=None):
-        """out (M,N) = scale * a (M,K) @ b (K,N) + bias (N,) + factor * addend (M,N), maybe out; or stacks, (n,M,N)
-        and so on, by the algorithm for a stack of `count`, by default n. a and b may be transposed."""
+        """out (M,N) = scale * a (M,K) @ b (K,N) + bias (N,) + factor * addend (M,N); or stacks of matrices, (n,M,N) and
+        so on, by the algorithm for a stack of `count`, by default n. a and b may be transposed; addend may be out."""
         plan = self.plan(out, a, b, bias, count)
         addend, factor = (out, 0) if addend is None else (addend, factor)
         scales = np.array([scale, factor], np.float32)

@@ -20,8 +20,6 @@ class TrainerSaver(Saver):
     def restore(self, step, loader, random):
         trainer, settings = self.model, self.settings
         owned = trainer.state_now(room=True)
-        if not settings.precision.bf16:
-            owned.exact = owned.state["m"].copy()  # room for the float32 weights of a run in bfloat16
         has_exact = restore(settings, owned, step, loader, random)
         notes = read_notes(settings.output_dir, step)
         if trainer.fp8 and not trainer.fp8.restore(notes) and trainer.ranks.is_first:
@@ -40,8 +38,8 @@ class TrainerSaver(Saver):
         params = trainer.params_now() if ranks.is_first else None
         notes = {**notes, "precision": describe_precision(settings), **notes_on(trainer.recent_values()),
                  **(trainer.fp8.notes() if trainer.fp8 else {})}
-        arguments = (settings, trainer.config, params, trainer.state_now(), progress, notes,
-                     5 if settings.precision.bf16 else 3, ranks)
+        version = 5 if settings.precision.bf16 else 3
+        arguments = settings, trainer.config, params, trainer.state_now(), progress, notes, version, ranks
         if ranks.size > 1:
             save_checkpoint(*arguments)
         else:

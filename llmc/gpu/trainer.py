@@ -355,11 +355,13 @@ class Trainer(ForwardPasses):
             return views(self.params.table, self.params.buffer.get())
 
     def state_now(self, room=False):
-        """Copy this rank's share of the optimizer state to the host; room: only allocate memory for it there."""
+        """Copy this rank's share of the optimizer state to the host; room: only allocate memory for it there, also for
+        the float32 weights of a bfloat16 run."""
         copy = (lambda array: np.empty(array.size, np.float32)) if room else (lambda array: array.get())
         with self.device.stream:
             state = {name: copy(getattr(self.optimizer, name)) for name in self.optimizer.STATE}
-            exact = None if self.optimizer.master is None else copy(self.optimizer.master)
+            weights = self.optimizer.m if room and not self.precision.bf16 else self.optimizer.master
+            exact = None if weights is None else copy(weights)
         if not (room or self.several):
             return Owned(self.params.table, state, exact)
         from llmc.gpu.several.zero import OwnedShare  # here: one GPU needs it only to resume
