@@ -52,7 +52,7 @@ from llmc.sampler import Choice
 from llmc.settings import Settings
 from llmc.tensors import Row, allocate, bf16_bits, flat, layer, table_elements
 from llmc.threads import THREADS
-from plot_bench import BESIDE_LLMC, MEASURED, draw_measured
+from plot_bench import BESIDE_LLMC, MEASURED, NAMES, briefly, draw_measured
 from readme import SPEED, output_of, put_between_markers, split_at_markers
 from train_gpt2 import GPT2, SIZES, Config, Decoder, parameter_table, random_model
 
@@ -79,22 +79,12 @@ class Job(NamedTuple):
     """One program at one size, measured in a process of its own."""
 
     command: str  # cpu or gpu
-    name: str  # a key of NAMES
+    name: str  # a key of plot_bench's NAMES
     precision: str  # bfloat16, fp8; float32 on the CPU
     B: int
     T: int
     model: str = "124M"
     recompute: int = -1  # ours on a GPU: see CudaSettings
-
-
-NAMES = {
-    "numpy": "train_gpt2.py",
-    "ours": "train_gpt2_cuda.py",
-    "eager": "PyTorch, eager",
-    "compile": "PyTorch, torch.compile",
-    "best": "PyTorch, torch.compile, flash, fused AdamW",
-    "reduce-overhead": "PyTorch, torch.compile, reduce-overhead",
-}
 
 
 def random_batch(job):
@@ -219,15 +209,14 @@ def describe_cpu():
 # ----------------------------------------------------------------------------------------------------------------------
 # gpu
 
-GPU_WARMUP, GPU_STEPS, BATCHES, RIVALS = 10, 30, (4, 32, 64), ("eager", "compile", "reduce-overhead")
+GPU_WARMUP, GPU_STEPS, BATCHES = 10, 30, (4, 32, 64)
 TABLES = {
-    "bfloat16": [*(Job("gpu", name, "bfloat16", B, T) for B in BATCHES for name in ("ours", *RIVALS)
-                   if B == 4 or name != "eager"),
+    "bfloat16": [*(Job("gpu", name, "bfloat16", B, T) for B in BATCHES
+                   for name in ("ours", "eager", "compile", "reduce-overhead") if B == 4 or name != "eager"),
                  *(Job("gpu", "ours", "bfloat16", 64, T, recompute=recompute) for recompute in (1, 2))],
     "models": [Job("gpu", "ours", "bfloat16", B, T, model)
                for model, B in itertools.product(("355M", "774M", "1558M"), (4, 16))],
-    "fp8": [Job("gpu", name, precision, B, T) for B in BATCHES  # on Hopper
-            for name, precision in (("ours", "fp8"), ("ours", "bfloat16"), (RIVALS[-1], "bfloat16"))],
+    "fp8": [Job("gpu", "ours", "fp8", B, T) for B in BATCHES],  # on Hopper
 }
 
 
@@ -376,7 +365,7 @@ def gpu_table(table, results):
 
 
 def gpu_summary(results):
-    """A table of ours and PyTorch's best, and of both beside llm.c, measured in one sitting on another GPU."""
+    """A table of ours, PyTorch's best and, measured apart, llm.c."""
     rows = {"train_gpt2_cuda.py": {}, "PyTorch at its best": {}}
     for job, r in results:
         if "ms" in r and job.recompute < 0:
@@ -384,8 +373,7 @@ def gpu_summary(results):
             row[str(job.B)] = f"{min(r['ms'], float(row.get(str(job.B), 'inf'))):.2f}"
     with open(BESIDE_LLMC) as f:
         beside = json.load(f)
-    gpu, date = (re.search(pattern, beside["machine"])[0] for pattern in ("^[^,]*", "[^ ]*$"))
-    rows |= {f"{name}; {gpu}, {date}": row for name, row in beside["ms"].items()}
+    rows[f"{beside['name']}; {briefly(beside['machine'])}"] = beside["ms"]
     return [f"| ms a step, GPT-2 124M, bfloat16, T={T} | {' | '.join(f'B={B}' for B in BATCHES)} |",
             "|---|---|---|---|",
             *(f"| {name} | {' | '.join(str(row.get(str(B), '')) for B in BATCHES)} |" for name, row in rows.items())]

@@ -4,8 +4,8 @@ Draw what was measured: the pictures of README.md and doc/speed.md, each for lig
     python dev/plot_bench.py          # writes doc/overview.png, doc/bench_gpu.png, and both as -dark.png
 
 doc/overview.png: the losses of `make train` on a CPU (doc/logs/make_train_losses.txt, by dev/readme.py train), and
-tokens a second beside llm.c and PyTorch (dev/bench_llmc.json, one sitting on one GPU). doc/bench_gpu.png: tokens a
-second, and where the time of a step goes (dev/bench_gpu.json, by dev/bench.py gpu --readme).
+tokens a second beside llm.c (dev/bench_llmc.json) and PyTorch. doc/bench_gpu.png: tokens a second, and where the time
+of a step goes. Both have dev/bench_gpu.json, by dev/bench.py gpu --readme.
 """
 
 import argparse
@@ -29,6 +29,21 @@ GROUPS = {  # part of a bar -> how its kernels' names begin
     "AdamW": ("adamw",),
     "the rest": ("",),
 }
+
+
+NAMES = {"ours": "train_gpt2_cuda.py", "reduce-overhead": "PyTorch, torch.compile, reduce-overhead",
+         "compile": "PyTorch, torch.compile", "eager": "PyTorch, eager", "numpy": "train_gpt2.py",
+         "best": "PyTorch, torch.compile, flash, fused AdamW"}  # of programs that dev/bench.py measures
+
+
+def times_of(measured):
+    """{program: {B: ms a step}}, ours first."""
+    return {label: {r["B"]: r["ms"] for r in measured["results"] if r["name"] == name} for name, label in NAMES.items()}
+
+
+def briefly(machine):
+    """GPU and date of a line that begins and ends with them."""
+    return f"{machine.split(',')[0]}, {machine.split('; ')[-1]}"
 
 
 def group_of(kernel):
@@ -74,29 +89,27 @@ def draw_run(axes, curves):
     axes.set_xlim(0, 1.1 * steps[-1])
 
 
-def draw_overview(beside, output):
-    """README.md's picture. beside: {"machine": text, "T": T, "ms": {program: {B: ms a step}}}."""
-    ms = {name.split(",")[0]: {int(B): t for B, t in row.items()} for name, row in beside["ms"].items()}
-    curves = read_log(LOSSES)
+def draw_overview(measured, output):
+    """README.md's picture. measured: what dev/bench.py gpu --readme wrote."""
+    with open(BESIDE_LLMC) as f:
+        beside = json.load(f)
+    (ours, of_ours), (_, of_best), *_ = times_of(measured).items()
+    of_llmc, curves = {int(B): t for B, t in beside["ms"].items()}, read_log(LOSSES)
+    ms = {ours: of_ours, "llm.c": of_llmc, "PyTorch, torch.compile": of_best}
     for left, right in light_and_dark(output, (10, 4), ncols=2):
         draw_run(left, curves)
         head(left, f"make train: loss {curves['tel'][1][-1]:.2f} after three minutes", "nats a character; GPT-2"
              " with 3.2 million random parameters\ntwo cores of an AMD EPYC")
-        names = [*ms][:2]
-        faster = advantage({name: ms[name] for name in names})
-        head(right, f"{faster} faster than {names[1]}", "thousand tokens a second, GPT-2 124M"
-             f" in bfloat16, T={beside['T']}\n{beside['machine']}")
-        draw_rates(right, ms, beside["T"])
+        head(right, f"{advantage({name: ms[name] for name in (ours, 'llm.c')})} faster than llm.c", "thousand tokens a"
+             f" second, GPT-2 124M in bfloat16, T={measured['T']}\n{briefly(measured['machine'])}; llm.c:"
+             f" {briefly(beside['machine'])}")
+        draw_rates(right, ms, measured["T"])
 
 
 def draw(measured, output):
     """doc/speed.md's picture. measured: what dev/bench.py gpu --readme wrote."""
-    programs = {"ours": "train_gpt2_cuda.py", "reduce-overhead": "PyTorch, torch.compile, reduce-overhead",
-                "compile": "PyTorch, torch.compile", "eager": "PyTorch, eager"}
-    results = sorted(measured["results"], key=lambda r: r["B"])
-    ms = {label: {r["B"]: r["ms"] for r in results if r["name"] == name} for name, label in programs.items()}
-    shares = {}  # B -> group -> percent
-    for r in results:
+    ms, shares = times_of(measured), {}  # B -> group -> percent
+    for r in measured["results"]:
         if r["name"] == "ours":
             total, shares[r["B"]] = sum(r["profile"].values()), dict.fromkeys(GROUPS, 0.0)
             for kernel, t in r["profile"].items():
@@ -130,9 +143,10 @@ def draw(measured, output):
 
 def draw_measured():
     """README.md's picture and doc/speed.md's."""
-    for path, draw_it, output in ((MEASURED, draw, "bench_gpu.png"), (BESIDE_LLMC, draw_overview, "overview.png")):
-        with open(path) as f:
-            draw_it(json.load(f), os.path.join(DOC, output))
+    with open(MEASURED) as f:
+        measured = json.load(f)
+    for draw_it, output in ((draw, "bench_gpu.png"), (draw_overview, "overview.png")):
+        draw_it(measured, os.path.join(DOC, output))
         print(f"wrote {os.path.relpath(os.path.join(DOC, output))}")
 
 

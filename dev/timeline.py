@@ -6,9 +6,8 @@ When the parts of a training step run, and when gradients and weights travel bet
 The flags are those of train_gpt2_cuda.py. Times are the first rank's, from events in the captured step, on random
 tokens with learning rate 0: medians of 20 steps. `gradients 3 fcw` and `weights 3` are transfers of layer 3's matrices;
 without a number, of the rest: embeddings, biases, layernorms. `add` accumulates the gradients of a micro-batch that is
-not the last; `norm` and `adamw` are for some layers, or all. Communication that is not hidden shows in the main stream:
-as a forward pass longer than on one GPU, because it waits for weights, or as a gap before `norm` or `adamw`, while the
-last gradients travel.
+not the last. Communication that is not hidden shows in the main stream: as a forward pass longer than on one GPU,
+because it waits for weights, or as a gap before `norm` or `adamw`, while the last gradients travel.
 """
 
 import contextlib
@@ -35,22 +34,25 @@ COLORS = {"forward": "C0", "backward": "C1", "add": "C5", "norm": "C3", "adamw":
 
 @contextlib.contextmanager
 def note(device, spans, name):
-    """In place of Device.span: spans[name, stream] = events when it begins and ends, also in each replay of a graph."""
+    """In place of Device.span: spans[name, stream, n] = events of the n-th time in a step, also in a graph's replay."""
+    if name == "forward 0":
+        spans.clear()
     stream, events = device.stream, (cp.cuda.Event(), cp.cuda.Event())
     flag = driver.CUevent_record_flags(stream.is_capturing())  # 1: each replay records the event
     check(driver.cuEventRecordWithFlags(events[0].ptr, stream.ptr, flag))
     yield
     check(driver.cuEventRecordWithFlags(events[1].ptr, stream.ptr, flag))
-    spans[name, "comm" if stream is device.comm else "main"] = events
+    of = "comm" if stream is device.comm else "main"
+    spans[name, of, sum(span[:2] == (name, of) for span in spans)] = events
 
 
 def time_spans(trainer, spans, steps):
-    """Return {(name, stream): (begin, end)}: medians in ms since the step's first forward pass began."""
+    """Return {(name, stream, n): (begin, end)}: medians in ms since the step's first forward pass began."""
     settings, rng, found = trainer.settings, np.random.default_rng(0), {}
     for step in range(3 + steps):
         batches = rng.integers(0, trainer.config.V, (settings.own_micro_steps, 2, settings.B, settings.T), np.int32)
         trainer.end_step(trainer.begin_step(batches, 0.0))
-        first, _ = spans["forward 0", "main"]
+        first, _ = spans["forward 0", "main", 0]
         for span, events in spans.items() if step >= 3 else ():
             found.setdefault(span, []).append([cp.cuda.get_elapsed_time(first, event) for event in events])
     return {span: tuple(map(statistics.median, zip(*times))) for span, times in found.items()}
@@ -67,11 +69,11 @@ def describe(kind, numbers, ms, length):
 
 def draw(spans, machine):
     length, busy, waits = max(end for _, end in spans.values()), 0.0, []
-    for begin, end in sorted(times for (_, stream), times in spans.items() if stream == "main") + [(length, length)]:
+    for begin, end in sorted(times for (_, stream, _), times in spans.items() if stream == "main") + [(length, length)]:
         if begin - busy > 0.002 * length:  # more than between two launches
             waits.append((busy, begin))
         busy = max(busy, end)
-    title, alone = f"A step of {length:.1f} ms", all(stream == "main" for _, stream in spans)
+    title, alone = f"A step of {length:.1f} ms", all(stream == "main" for _, stream, _ in spans)
     if not alone:
         title = f"A GPU waits for transfers {sum(end - begin for begin, end in waits):.1f} ms in a{title[1:]}"
     for axes in light_and_dark(PICTURE, (8, 2.4 if alone else 3.7)):
@@ -81,7 +83,7 @@ def draw(spans, machine):
         head(axes, title, machine)
         for stream, (y, text) in list(ROWS.items())[: 1 if alone else 2]:
             axes.text(0, y + 0.47, text, fontsize=10, va="bottom")
-            row, parts = sorted((times, name.split()) for (name, of), times in spans.items() if of == stream), []
+            row, parts = sorted((times, name.split()) for (name, of, _), times in spans.items() if of == stream), []
             for kind, group in itertools.groupby(row, lambda span: span[1][0]):
                 times, names = zip(*group)
                 for begin, end in times:
@@ -114,7 +116,7 @@ def work(settings, ranks):
         machine = (f"{describe_gpu(gpu, ranks.size)}; {settings.model} in {settings.dtype}, B={settings.B} on each GPU,"
                    f" T={settings.T}; {datetime.date.today()}")
         print(f"{machine}\n{'':<22} {'begin':>9} {'end':>9} {'ms':>9}")
-        for (name, _), (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
+        for (name, *_), (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
             print(f"{name:<22} {begin:>9.3f} {end:>9.3f} {end - begin:>9.3f}")
         draw(spans, machine)
     return 0

@@ -142,7 +142,7 @@ def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(ctypes, "CDLL", Mock())
     ranks = SimpleNamespace(is_first=True, rank=0, size=2, gather=lambda value: [value, None])
-    peers, array, stream = Nccl(ranks), np.zeros(2, np.int32).view(Array), SimpleNamespace(ptr=0)
+    peers, array, stream = Nccl(ranks, 64), np.zeros(2, np.int32).view(Array), SimpleNamespace(ptr=0)
     for call in (lambda: peers.exchange([], [], stream), lambda: peers.add_up(array, array, stream),
                  lambda: peers.all_to_all(array, array, stream), lambda: peers.all_gather(array, stream),
                  lambda: peers.allocate(8)):
@@ -152,7 +152,7 @@ def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
     fake_gpu.cp.cuda.runtime.eventQuery = lambda ptr: NOT_READY
     pytest.raises(UserError, Trainer.wait, *wait).match(r"NCCL lost another GPU \(unhandled cuda error\)")
     nccl.get_version = lambda: 22707
-    pytest.raises(UserError, Nccl, ranks).match(r"is 2\.27, expected 2\.28 or newer: pip install -r requirements-gpu")
+    pytest.raises(UserError, Nccl, ranks, 64).match(r"is 2\.27, expected 2\.28 or newer: pip install -r requirements")
 
 
 def empty_share(shares, rank=0):

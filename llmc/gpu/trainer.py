@@ -201,7 +201,8 @@ class Trainer(ForwardPasses):
             from llmc.gpu.several import zero
             architecture = zero.on_several(architecture, zero.SharedPasses)
             optimizer = zero.on_several(optimizer, zero.SharedUpdate)
-            self.peers = zero.Nccl(ranks)  # takes memory, before check_memory; its messages' buffers are RESERVE's
+            # takes memory, before check_memory; its messages' buffers are RESERVE's
+            self.peers = zero.Nccl(ranks, settings.B * settings.T)
         super().__init__(architecture, config, settings, matmul)
         self.ranks, self.precision, device = ranks, settings.precision, self.device
         zeros = self.peers.allocate if self.peers else lambda size: cp.zeros(size, np.uint8)

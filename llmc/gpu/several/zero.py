@@ -30,9 +30,11 @@ class Nccl:
     """Communication between the ranks' GPUs. NCCL only moves bytes, and adds up what is exact in any order.
 
     Where NVLink or PCI Express connects all GPUs, copy engines move the bytes, and leave the multiprocessors to the
-    matmuls: NCCL 2.28's "zero-CTA" collectives, which need memory that all ranks have registered as a window.
+    matmuls: NCCL 2.28's "zero-CTA" collectives, which need memory that all ranks have registered as a window. But they
+    take long to start, the longer the more GPUs there are: small micro-batches on more than two leave it to kernels.
     """
 
+    FEW_TOKENS = 8192
     SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
     POINTER, SIZE, INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     NOT_IN_CUPY = {
@@ -41,9 +43,10 @@ class Nccl:
         "ncclAlltoAll": (POINTER, POINTER, SIZE, INT, POINTER, POINTER),
     }
 
-    def __init__(self, ranks):
-        """ranks: a Ranks. Raises UserError if NCCL is missing, too old, or fails."""
-        os.environ.setdefault("NCCL_CTA_POLICY", "2")  # NCCL_CTA_POLICY_ZERO
+    def __init__(self, ranks, tokens):
+        """ranks: a Ranks; tokens: of a micro-batch. Raises UserError if NCCL is missing, too old, or fails."""
+        by_copies = ranks.size == 2 or tokens > self.FEW_TOKENS
+        os.environ.setdefault("NCCL_CTA_POLICY", "2" if by_copies else "0")  # NCCL_CTA_POLICY_ZERO, _DEFAULT
         with warnings.catch_warnings(action="ignore"):
             from cupy.cuda import nccl  # imported here: a run on one GPU does not need it
         version = nccl.get_version() if nccl.available else 0
