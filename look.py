@@ -5,8 +5,7 @@ One training step of your own model as a page: every tensor, forward, backward a
 
 The step is the trainer's: the layers of train_gpt2.py or train_llama3.py run on the prompt, and are watched. The page
 gets the weights, rounded to bfloat16 before the step, as a GPU has them, and who read and wrote what; it computes all
-other numbers itself. look/formulas.js has each layer's formula for a single number, look/page.js the pictures. It needs
-no network.
+other numbers itself. look/formulas.js has each layer's formula for a single number, look/page.js the pictures.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
@@ -246,8 +245,11 @@ def look(path, prompt, tokenizer=""):
     opened = load_rounded(path, tokenizer=tokenizer)
     if not opened.tokenizer:
         raise UserError(f"{path}: no vocabulary is beside it: pass --tokenizer FILE")
-    ids, model, config, architecture = opened.ids(prompt), opened.model, opened.config, type(opened.model)
-    T, most = len(ids) - 1, min(MOST_TOKENS, opened.T)
+    try:
+        ids = opened.ids(prompt)
+    except UserError as error:
+        raise UserError(f"--prompt: {error}") from None
+    T, most, model, config = len(ids) - 1, min(MOST_TOKENS, opened.T), opened.model, opened.config
     if not 2 <= T <= most:
         raise UserError(f"--prompt: {len(ids)} token{'s' * (T != 0)}, expected 3 to {most + 1}")
     megabytes = table_elements(model.params.table) * 1.4 / 1e6  # as bfloat16s, deflated
@@ -256,7 +258,7 @@ def look(path, prompt, tokenizer=""):
                         " model, like d4")
     model.allocate_activations(1, T)
     model.allocate_training(1, T)
-    model.acts = views(architecture.activation_table(config, 1, T), model.activations_buffer)
+    model.acts = views(model.activation_table(config, 1, T), model.activations_buffer)
     for tensors in (model.acts, model.scratch):
         flat(tensors).fill(np.nan)  # so that whatever is written differs from it
     recorder, inputs, targets = Recorder(model), ids[None, :-1], ids[None, 1:]
@@ -273,10 +275,10 @@ def look(path, prompt, tokenizer=""):
                                file=Path(inspect.getsourcefile(f)).name) for f in functions}
     words, numbers = [opened.tokenizer.decode([id]) for id in range(config.V)], recorder.numbers
     return dict(
-        path=path, title=architecture.TITLE, model=config.describe(), loss=loss, losses=losses, ids=ids.tolist(),
+        path=path, title=model.TITLE, model=config.describe(), loss=loss, losses=losses, ids=ids.tolist(),
         L=config.L, NH=config.NH, calls=recorder.calls, forward=forward, gradients=recorder.gradients, source=source,
         tensors=recorder.tensors, guesses=guesses, depends=numbers.add(depends), vocabulary=words,
-        update=update(model, path, architecture.Settings(), recorder), film=film(path, inputs, targets, numbers),
+        update=update(model, path, model.Settings(), recorder), film=film(path, inputs, targets, numbers),
     ), recorder
 
 

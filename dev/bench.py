@@ -8,8 +8,7 @@ Benchmarks against PyTorch and others on this machine. Nothing else should run a
     python dev/bench.py generate    # text, beside transformers
     python dev/bench.py scale       # training on 1, 2, 4, ... GPUs of this machine
 
-`make bench` runs one of the first two, which put their tables into doc/speed.md and README.md with --readme. The flags
-of each: `python dev/bench.py COMMAND --help`.
+`make bench` runs one of the first two. The flags of each: `python dev/bench.py COMMAND --help`.
 """
 
 import argparse
@@ -597,7 +596,6 @@ def time_transformers(config, batches, device):
 
 RUNS = {  # name -> (model, flags); B is per GPU, -d for all together
     "small": ("124M, B=4", ("-e", "d12", "-b", 4, "-x", 60)),
-    "large": ("124M, B=64", ("-e", "d12", "-b", 64, "-x", 15)),
     "update": ("124M, B=64, 524,288 tokens", ("-e", "d12", "-b", 64, "-d", 524288, "-x", 9)),
     "1558M": ("1558M, B=16", ("-e", "d48", "-b", 16, "-x", 9)),
 }

@@ -22,7 +22,7 @@ import numpy as np
 
 from llmc.gpu.batch import sorted_tokens
 from llmc.gpu.device import copy_to_gpu, cp, gpu_errors_as_lines, to_float32
-from llmc.errors import run_main
+from llmc.errors import UserError, run_main
 from llmc.settings import parse_settings, with_default
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, views
 from llmc.api import architecture_of
@@ -244,7 +244,9 @@ def compare(got, expected, recorder, tolerance):
 
 
 def check(architecture, gpu, config, params, settings):
-    """Whether the architecture's page for GPUs agrees with that in NumPy."""
+    """Whether the architecture's page for GPUs agrees with that in NumPy. Raises UserError for a speed run's."""
+    if "qknorm" in architecture.KERNELS:
+        raise UserError(f"-e {settings.model}: expected GPT-2 or a Llama; speed runs: pytest tests/test_speedrun.py")
     if settings.precision.bf16:
         params = views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))
     inputs, targets = np.random.default_rng(0).integers(0, config.V, (2, settings.B, settings.T), dtype=np.int32)

@@ -63,7 +63,7 @@ def open_trainer(architecture, gpu, config, params, settings, ranks=SINGLE_PROCE
 # ----------------------------------------------------------------------------------------------------------------------
 # what a trainer allocates on the GPU, and whether it fits
 
-RESERVE = 256 << 20  # bytes kept free: for cuBLASLt's kernels, the graph, small tables and rounding up
+RESERVE = 256 << 20  # bytes kept free: for cuBLASLt's kernels, NCCL's buffers, the graph, small tables, rounding up
 
 
 def group_bytes(group):
@@ -201,8 +201,7 @@ class Trainer(ForwardPasses):
             from llmc.gpu.several import zero
             architecture = zero.on_several(architecture, zero.SharedPasses)
             optimizer = zero.on_several(optimizer, zero.SharedUpdate)
-            # takes memory, before check_memory; its messages' buffers are RESERVE's
-            self.peers = zero.Nccl(ranks, settings.B * settings.T)
+            self.peers = zero.Nccl(ranks, settings.B * settings.T)  # takes memory, before check_memory
         super().__init__(architecture, config, settings, matmul)
         self.ranks, self.precision, device = ranks, settings.precision, self.device
         zeros = self.peers.allocate if self.peers else lambda size: cp.zeros(size, np.uint8)

@@ -30,11 +30,9 @@ class Nccl:
     """Communication between the ranks' GPUs. NCCL only moves bytes, and adds up what is exact in any order.
 
     Where NVLink or PCI Express connects all GPUs, copy engines move the bytes, and leave the multiprocessors to the
-    matmuls: NCCL 2.28's "zero-CTA" collectives, which need memory that all ranks have registered as a window. But they
-    take long to start, the longer the more GPUs there are: small micro-batches on more than two leave it to kernels.
-    """
+    matmuls: NCCL 2.28's "zero-CTA" collectives, which need memory that all ranks have registered as a window. As they
+    start slowly, the more so the more GPUs there are, few tokens on more than two GPUs leave it to kernels."""
 
-    FEW_TOKENS = 8192
     SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
     POINTER, SIZE, INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     NOT_IN_CUPY = {
@@ -45,8 +43,7 @@ class Nccl:
 
     def __init__(self, ranks, tokens):
         """ranks: a Ranks; tokens: of a micro-batch. Raises UserError if NCCL is missing, too old, or fails."""
-        by_copies = ranks.size == 2 or tokens > self.FEW_TOKENS
-        os.environ.setdefault("NCCL_CTA_POLICY", "2" if by_copies else "0")  # NCCL_CTA_POLICY_ZERO, _DEFAULT
+        os.environ.setdefault("NCCL_CTA_POLICY", "2" if ranks.size == 2 or tokens > 8192 else "0")  # ZERO, DEFAULT
         with warnings.catch_warnings(action="ignore"):
             from cupy.cuda import nccl  # imported here: a run on one GPU does not need it
         version = nccl.get_version() if nccl.available else 0
