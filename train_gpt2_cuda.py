@@ -12,13 +12,13 @@ no CUDA toolkit.
     python train_gpt2_cuda.py --gpus 4        # four processes, a GPU each; or start them with torchrun, mpirun or srun
 
 A step is one CUDA graph, from the copy of the batch out of pinned memory to AdamW; Trainer.begin_step launches it. The
-host prints a step's loss during the next one. Results are bit-identical from run to run and across a resume: every
-sum has a fixed order, and there are no atomic additions of floats. The same holds on 1, 2, 4, 8 and 16 GPUs:
-llmc/gpu/several/zero.py says how.
+host prints a step's loss during the next one. Results are bit-identical from run to run, across a resume, and on 1, 2,
+4, 8 or 16 GPUs (llmc/gpu/several/zero.py): every sum has a fixed order, and no floats are added by atomic operations.
 
-On this page: tables, launches, forward, backward, norm, AdamW, their order. Trainer.prepare calls GPT2.capture, once.
-llmc/gpu/trainer.py has what surrounds it: buffers, batches, reports, copies of the state; llmc/loop.py what happens
-between steps. 8-bit matmuls (llmc/gpu/fp8.py) and several GPUs (llmc/gpu/several/) are classes that derive from these.
+On this page: settings, tables, launches, the optimizer, text, the model, main. Trainer.prepare captures the step, but
+with --graph 0. llmc/gpu/trainer.py has what surrounds it: buffers, batches, reports, copies of the state; llmc/loop.py
+what happens between steps. 8-bit matmuls (llmc/gpu/fp8.py) and several GPUs (llmc/gpu/several/) are mixins; Llama 3 and
+the speed run (QK-norm, squared ReLU, Muon) are subclasses: train_llama3_cuda.py, train_speedrun_cuda.py.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
@@ -78,13 +78,13 @@ class CudaSettings(Settings):
                                       help="bfloat16: round new weights stochastically, with this seed (0: to nearest,"
                                       " except layernorms)")
     float32_grads: int = option(0, group="gpu", choices=(0, 1),
-                                help="bfloat16: 1: gradients of weights are float32 (accumulated ones always are)")
+                                help="bfloat16: 1: gradients of weights are float32 (sums of several always are)")
     tf32: int = option(1, group="gpu", choices=(0, 1), help="float32: 1: matmuls round their operands to TF32")
     recompute: int = option(-1, group="gpu", choices=(-1, 0, 1, 2),
                             help="what the backward pass recomputes to save memory (0: nothing, 1: GELU, 2: layernorms"
                             " too, -1: nothing in bfloat16, GELU in float32)")
     matmul: str = option("auto", group="gpu", choices=("auto", "cublaslt", "kernels"),
-                         help="matmuls by cuBLASLt or, in bfloat16 on sm_90, by our kernels (auto: there by shape,"
+                         help="matmuls by cuBLASLt or, in bfloat16 on sm_90a, by our kernels (auto: there by shape,"
                          " elsewhere cublaslt)")
     arch: str = option("native", group="gpu", choices=("native", "sm_80"),
                        help="sm_80: kernels without the instructions of newer GPUs")
@@ -113,8 +113,7 @@ class CudaSettings(Settings):
 
 
 def resolve_auto(settings, arch):
-    """A copy of the settings with everything that is left to the GPU filled in; raises UserError for a dtype that it
-    lacks."""
+    """A copy of the settings with this GPU's dtype, tf32 and recompute; raises UserError for what it lacks."""
     settings = dataclasses.replace(settings)
     if settings.arch != "native" and not has_bfloat16(arch):
         raise UserError(f"--arch {settings.arch}: this GPU is {arch}")
@@ -122,7 +121,7 @@ def resolve_auto(settings, arch):
     if settings.precision.fp8 and settings.matmul == "cublaslt":
         raise UserError("--matmul cublaslt: the matmuls of --dtype fp8 are our kernels: leave the flag out")
     if settings.matmul == "kernels" and not hopper_matmul(settings.precision, arch):
-        raise UserError(f"--matmul kernels: our kernels multiply in bfloat16 on sm_90, this run is {settings.dtype} on"
+        raise UserError(f"--matmul kernels: our kernels multiply in bfloat16 on sm_90a, this run is {settings.dtype} on"
                         f" {arch}: leave the flag out")
     if not has_bfloat16(arch):
         settings.tf32 = 0
@@ -135,7 +134,7 @@ def resolve_auto(settings, arch):
 # layout: the tables of activations
 
 RECOMPUTED = {0: (), 1: ("fch_gelu",), 2: ("fch_gelu", "ln1", "ln2")}  # rows that hold one layer at a time
-READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_gelu", "logits": "lnf"}  # matmul -> its input, for fp8.py
+READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_gelu", "logits": "lnf"}  # fp8.py's matmuls -> their inputs
 
 
 def activation_table(config, B, T, precision, recompute):
@@ -176,11 +175,11 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
         },
         "classifier": {"logits": Row((B, T, Vp), dtype)},  # overwritten with their gradient
         "backward": {
-            "dfch": Row((B, T, 4 * C), dtype),  # of fch_gelu, then in place of fch
+            "dfch": Row((B, T, 4 * C), dtype),  # of fch_gelu; then of fch, in place
             "dqkv": Row((B, T, 3 * C), dtype),
             "D": Row((B, NH, T)),  # within attention_backward
             **recomputed,
-            # partial sums over rows, one row for each block of a kernel, until column_sums adds them up
+            # partial sums over rows of (B,T), until column_sums adds them up
             "lnf_partials": Row((rows.layernorm, 3 * C)),
             "gelu_partials": Row((L, rows.gelu, 4 * C), stacked=True),
             "ln2_partials": Row((L, rows.layernorm, 3 * C), stacked=True),
@@ -270,7 +269,7 @@ def layernorm_backward(device, dinp, partials, dout, inp, weight, mean, rstd, ad
 
 
 def matmul_gelu_forward(device, linear, out, gelu, inp, N, OC):
-    """out (N,OC) = the linear layer of inp, gelu (N,OC) = GELU(out); of squared ReLU, which needs no out, in place."""
+    """out (N,OC) = the linear layer of inp, gelu (N,OC) = GELU(out). Squared ReLU needs no out: it is gelu."""
     if linear.fuses_gelu:
         linear.forward_gelu(out, gelu, inp)
     else:
@@ -280,7 +279,8 @@ def matmul_gelu_forward(device, linear, out, gelu, inp, N, OC):
 
 def matmul_gelu_backward_inp(device, linear, dinp, partials, gelu, dout, inp, N, C):
     """dinp (N,C) = the linear layer's gradient with respect to its input GELU(inp), times GELU'(inp); partials (blocks,
-    C) =, for column_sums: of dinp; gelu (N,C) = GELU(inp), recomputed, if not None."""
+    C) =, for column_sums: of dinp; gelu (N,C) = GELU(inp), recomputed, if not None. Of squared ReLU, inp is the result.
+    """
     if linear.fuses_gelu:
         linear.backward_inp_gelu(dinp, partials, dout, inp)
         if gelu is not None:
@@ -292,7 +292,7 @@ def matmul_gelu_backward_inp(device, linear, dinp, partials, gelu, dout, inp, N,
 
 def attention_forward(device, out, lse, inp, B, T, NH, NKV, HS):
     """Causal attention: out (B,T,Q) =, lse (B,NH,T) =; inp (B,T,Q+2K): query, key, value, Q = NH * HS, K = NKV * HS."""
-    launch_attention(device, "attention_forward", (out, lse, inp), (inp,), out, B, T, NH)
+    launch_attention(device, "attention_forward", (out, lse, inp), (inp,), B, T, NH)
 
 
 def attention_backward(device, dinp, D, partials, dout, inp, out, lse, rope, rstd, B, T, NH, NKV, HS):
@@ -300,16 +300,16 @@ def attention_backward(device, dinp, D, partials, dout, inp, out, lse, rope, rst
     dout, out (B,T,Q). rope (T,HS/2,2): the angles by which queries and keys were rotated, and their gradients are
     rotated back; rstd (B,T,NH+NKV): of their norms, before that. partials, rope, rstd: or None."""
     launch_attention(device, "attention_backward_dquery", (dinp, D, partials, dout, inp, out, lse, rope, rstd),
-                     (inp, dout, out), dinp, B, T, NH)
+                     (inp, dout, out), B, T, NH)
     launch_attention(device, "attention_backward_dkv", (dinp, partials, dout, inp, lse, D, rope, rstd), (inp, dout),
-                     dinp, B, T, NKV)
+                     B, T, NKV)
 
 
-def launch_attention(device, name, arguments, reads, write, B, T, heads):
-    """One block for each tile of rows of each of the `heads`. On Hopper in bfloat16, TMA copies `reads` and `write`,
-    the first of `arguments`, and the kernel is persistent: one block for each multiprocessor, which takes one tile
-    after the other. In the backward pass, few tiles take less time with one block for each."""
-    g, forward, extra = device.geometry, name == "attention_forward", ()
+def launch_attention(device, name, arguments, reads, B, T, heads):
+    """One block for each tile of rows of each of the `heads`. On Hopper in bfloat16, TMA copies `reads` and the first
+    argument, the result, and the kernel is persistent: one block for each multiprocessor, which takes one tile after
+    the other. In the backward pass, few tiles take less time with one block for each."""
+    g, forward, extra, (write, *others) = device.geometry, name == "attention_forward", (), arguments
     grid = heads, blocks(T, g.ATTENTION_FORWARD_ROWS if forward else g.ATTENTION_BACKWARD_ROWS), B
     if g.ATTENTION_READ_ROWS:
         tiles, least = math.prod(grid), device.sm_count * (1 if forward else 8)
@@ -317,7 +317,7 @@ def launch_attention(device, name, arguments, reads, write, B, T, heads):
         rows, columns = g.ATTENTION_WRITE_ROWS, g.ATTENTION_BOX_COLUMNS
         boxes = [(array, g.ATTENTION_READ_ROWS, columns) for array in reads]
         if isinstance(write, Quantized):
-            name, arguments = f"{name}_fp8", (write.plain, *arguments[1:], *write.noted)
+            name, arguments = f"{name}_fp8", (write.plain, *others, *write.noted)
             write = write.plain.reshape(B, T, -1)
         boxes.append((write, rows, columns))
         extra = B, *(device.tensor_map(*box) for box in boxes)
@@ -341,8 +341,8 @@ JOB = np.dtype([("partials", "u8"), ("out", "u8", 3), ("width", "i4"), ("rows", 
 
 
 def column_sums(device, jobs):
-    """For each (partials (rows, columns), (out, ...)) of `jobs`: out = the sums over their rows; one out, or two or
-    three for equal parts of the columns, which may be None. One launch for all."""
+    """For each (partials (rows, columns), outs) of `jobs`: outs = the sums over the rows: one to three, for equal parts
+    of the columns (None: not wanted). One launch for all."""
     table = np.zeros(len(jobs), JOB)
     for job, (partials, outs) in zip(table, jobs):
         job["rows"], job["columns"] = partials.shape
@@ -367,11 +367,12 @@ def loss_mean(device, loss, losses, scale, N):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# optimizer: launches of kernels/update.cu. A chunk is up to 8192 adjacent parameters of one weight decay; CHUNKS of
-# shares.py says where they are in each buffer.
+# optimizer: launches of kernels/update.cu. A chunk is up to 8192 adjacent parameters that are treated alike; CHUNKS of
+# shares.py says where they are in each buffer, and their rate and weight decay.
 
 STEP_CONTROL = np.dtype([("step", "i8"), ("steps_begun", "i8"), ("rate", "f4"), ("eps", "f4"),
-                         ("learning_rate", "f4"), ("grad_scale", "f4"), ("halted", "i4"), ("skipped", "i4")])
+                         ("learning_rate", "f4"), ("grad_scale", "f4"), ("halted", "i4"),
+                         ("skipped", "i4")])  # struct Control of update.cuh
 
 
 def copy_batch(device, batch, pinned, control, begin, end):
@@ -390,14 +391,14 @@ def add_gradients(device, sums, gradients, chunks, ranks, first):
 
 def global_norm(device, partials, sums, gradients, chunks, ranks):
     """partials[a chunk's index] = the sum of squares of its gradients, which are sums (None: 0) + those of each rank's
-    last micro-batch. partials: (chunks of all ranks,)."""
+    last micro-batch. partials: (chunks of all ranks,). prepare_update takes the root of their sum."""
     device.launch("global_norm", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), partials, sums,
                   gradients, chunks, ranks)
 
 
 def prepare_update(device, control, reports, scalars, learning_rate, recent, settings):
-    """control =: Adam's rate and eps for this step, the clip factor, the skip flag; the host's next report = loss,
-    norm, z-scores. scalars: losses of the micro-batches, then global_norm's partials. recent: losses, norms."""
+    """control =: the count of steps, which swaps the pinned halves; Adam's rate and eps; the clip factor; flags. The
+    host's next report = loss, norm, z-scores. scalars: losses, then global_norm's partials. recent: losses, norms."""
     s, n = settings, settings.micro_steps
     device.launch("prepare_update", (1,), (device.geometry.UPDATE_THREADS,), control, pointer(reports), scalars,
                   scalars[n:], learning_rate, np.float64(s.beta1), np.float64(s.beta2), np.float64(s.eps),
@@ -432,14 +433,14 @@ class AdamW:
         }
 
     def __init__(self, matmul, settings, params, grads, shares, rank):
-        """params, grads: flat; on several GPUs, grads is what was received; shares: this rank's part."""
+        """params, grads: flat; on several GPUs, grads is what was received; shares: how the ranks divide them."""
         self.device, self.settings, self.params, self.grads = matmul.device, settings, params, grads
-        table, (self.chunks, self.ends, count) = self.table(settings, shares, rank), shares.chunks(rank)
-        self.master = self.sums = None
+        self.chunks, self.ends, count = shares.chunks(rank)
+        table = self.table(settings, shares, rank)
         state = views(table, cp.zeros(table_bytes(table, ALIGN), np.uint8), ALIGN)
-        vars(self).update({name: getattr(state, name) for name in table})
+        vars(self).update({"master": None, "sums": None} | {name: getattr(state, name) for name in table})
         self.groups, self.ranks = {"all": cp.asarray(self.chunks.view(np.uint8))}, shares.ranks
-        # losses, then norm partials; own: other ranks' are 0
+        # losses, then norm partials; on several GPUs, zero.py has apart the sums of all ranks' own
         self.own_scalars = self.scalars = cp.zeros(settings.micro_steps + count * settings.needs_norm, np.float32)
         self.control = cp.zeros(STEP_CONTROL.itemsize, np.uint8)
         self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8)
@@ -590,8 +591,9 @@ class GPT2:
 
     TITLE, MAGIC, Config, Settings = train_gpt2.GPT2.TITLE, train_gpt2.GPT2.MAGIC, train_gpt2.Config, CudaSettings
     KERNELS = ("encoder", "layernorm", "attention", "gelu", "matmul", "classifier", "transpose", "column_sums",
-               "update")  # files of kernels/
-    READS, RECOMPUTED, Optimizer, CONSTANTS = READS, RECOMPUTED, AdamW, {}  # -D constants, beside a model's sizes
+               "update")  # of geometry.py, which names their files
+    READS, RECOMPUTED, Optimizer = READS, RECOMPUTED, AdamW
+    CONSTANTS = {}  # for the compiler, beside a model's sizes
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
     activation_table, phase_tables = staticmethod(activation_table), staticmethod(phase_tables)
     cache_table, decode_table = staticmethod(cache_table), staticmethod(decode_table)
@@ -699,7 +701,7 @@ class GPT2:
         by_token: the batch's SortedTokens; scale: the one that `classify` was given."""
         device, linear, params, grads, config = self.device, self.linear, self.params, self.grads, self.config
         B, T, C, NH = acts.B, acts.T, config.C, config.NH
-        N, recomputed = B * T, RECOMPUTED[self.settings.recompute]
+        N, recomputed = B * T, self.RECOMPUTED[self.settings.recompute]
         dresidual, dbranch, weight_gradient = acts.dresidual, acts.dbranch, self.weight_gradient
         jobs = []  # of column_sums: (partial sums, the gradients that are made of them): of biases and layernorms
 
@@ -746,11 +748,11 @@ class GPT2:
             jobs.append((a.ln1_partials, (g.ln1w, g.ln1b, fcprojb_below)))
         column_sums(device, jobs)
         encoder_backward(device, grads.wte, grads.wpe, acts.wte_partials, dresidual, by_token, B, T, C)
-        device.wait(dqkv_read)  # the side stream's last launch
+        device.wait(dqkv_read)  # the side stream's last launch: the loss is there, too
 
     def backward_head(self, acts, scale):
-        """dlogits hold dlogits_scale(scale), not scale: both matmuls multiply by `factor`. dwte =, encoder_backward +=;
-        both on the main stream: dfch will overwrite dlogits."""
+        """dbranch, dwte =; encoder_backward adds to dwte. dlogits hold dlogits_scale(scale), not scale: hence `factor`.
+        All on the main stream, as dfch will overwrite dlogits."""
         head, factor = self.linear("logits"), scale / self.dlogits_scale(scale)
         head.backward_inp(acts.dbranch, acts.logits, factor)
         head.backward_weight(acts.logits, acts.lnf, factor)
@@ -801,7 +803,7 @@ class GPT2:
         trainer.optimizer.update()
 
     def capture(self, trainer):
-        """The step as a CUDA graph, which runs without the host: what changes from step to step is in GPU memory."""
+        """The step as a CUDA graph, which reads what changes from memory: the batch, pinned; counters, on the GPU."""
         stream = self.device.stream
         stream.begin_capture()
         self.train_step(trainer)
@@ -834,7 +836,7 @@ def run(architecture, settings, ranks):
         loop.console.memory(trainer.plan)
         loop.start(trainer, TrainerSaver(trainer))
         loop.train_loader.read_ahead(1)
-        trainer.prepare(loop.train_loader.ahead[0][0])
+        trainer.prepare(loop.train_loader.ahead[0][0])  # changes no weight
         for step in loop:  # between updates, it validates, samples, saves and stops
             batches = [loop.train_loader.next_batch() for _ in range(settings.own_micro_steps)]
             number = trainer.begin_step(batches, learning_rate_at(settings, step))

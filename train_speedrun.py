@@ -1,9 +1,9 @@
 """
 The speed runs' GPT and their optimizer, Muon, on the CPU, in NumPy: forward, backward and update by hand.
 
-This model, of modded-nanogpt's third track, reaches GPT-2's quality in a sixth of llm.c's tokens. It has RMSNorm, also
-after the embedding; normalized, half-rotated queries and keys; squared ReLU; an untied classifier, capped logits. The
-rest, and the words and names, are train_gpt2.py's and train_llama3.py's: read those pages first.
+In its authors' runs, this model, of modded-nanogpt's third track, reaches GPT-2's loss in a sixth of llm.c's tokens. It
+has RMSNorm, also after the embedding; normalized, half-rotated queries and keys; squared ReLU; an untied classifier,
+capped logits. All else, and all names, are train_gpt2.py's and train_llama3.py's: read those pages first.
 
     python train_speedrun.py -e s4 -i data/mine -o runs/mine        # random weights; also s2, s6 and s12 (162M)
 
@@ -85,15 +85,17 @@ SIZES = {"s2": (2, 1, 128), "s4": (4, 2, 256), "s6": (6, 3, 384), "s12": (12, 6,
 
 
 def random_model(name, V, seed=42, maxT=1024):
-    """Return (config, params) of an untrained SIZES[name], or None if `name` is not in SIZES. The embedding is N(0, 1).
-    The classifier is 0: all tokens are equally likely. Projections are 0: layers at first add nothing."""
+    """Return (config, params) of an untrained SIZES[name], or None if `name` is not in SIZES. The embedding's
+    standard deviation is 1, qkvw's and fcw's sqrt(0.33 / C); gains are 1. All else is 0: all tokens are equally likely,
+    and layers add nothing."""
     if name not in SIZES:
         return None
     config = Config(maxT, V, *SIZES[name], padded(V))
     params = allocate(parameter_table(config))
-    for number, tensor in enumerate((params.wte, params.qkvw, params.fcw)):
+    std = math.sqrt(0.33 / config.C)
+    for number, (tensor, times) in enumerate(((params.wte, 1.0), (params.qkvw, std), (params.fcw, std))):
         np.random.default_rng((seed, number)).standard_normal(out=tensor, dtype=np.float32)
-        tensor *= np.float32(1.0 if number == 0 else math.sqrt(0.33 / config.C))
+        tensor *= np.float32(times)
     for gains in (params.ln0w, params.ln1w, params.ln2w, params.lnfw):
         gains.fill(1.0)
     params.wte[V:] = 0.0
@@ -130,7 +132,7 @@ def activation_table(config, B, T):
 
 
 def scratch_table(config, B, T):
-    """GPT-2's, but for what attention_backward does in place."""
+    """GPT-2's without dpreatt, which Llama 3's attention_backward does not need."""
     return {name: row for name, row in train_gpt2.scratch_table(config, B, T).items() if name != "dpreatt"}
 
 
@@ -142,9 +144,9 @@ def scratch_table(config, B, T):
 def rope_table(config, T, position=0):
     """(cos, sin), each (T, HS/2) float32, of the angles t * 1024^(-i / (HS/4 - 1)), t from `position` on, for the first
     half of the pairs i; the others do not turn."""
-    half = config.HS // 4
-    frequencies = np.zeros(2 * half, np.float32)
-    frequencies[:half] = 1024.0 ** (-np.arange(half) / (half - 1))
+    turning = config.HS // 4
+    frequencies = np.zeros(2 * turning, np.float32)
+    frequencies[:turning] = 1024.0 ** (-np.arange(turning) / (turning - 1))
     angles = np.arange(position, position + T, dtype=np.float32)[:, None] * frequencies
     return np.cos(angles), np.sin(angles)
 
@@ -162,16 +164,15 @@ def qknorm_forward(qkv, rstd, B, T, NH, HS):
 
 
 def qknorm_backward(dqkv, qkv, rstd, B, T, NH, HS):
-    """Turn dqkv (B,T,3C), in place, from the gradient of what qknorm_forward wrote into that of what it read. qkv may
-    have been rotated since, and dqkv with it, which stays rotated: rotations keep products of the two."""
+    """Turn dqkv (B,T,3C), in place, from the gradient of what qknorm_forward wrote into that of what it read. Both may
+    be rotated, and dqkv stays so: a rotation keeps products of the two, and rstd is one number for all of a head."""
     d, out = (x[..., : 2 * NH * HS].reshape(B, T, 2 * NH, HS) for x in (dqkv, qkv))
     # With out = scale * n and n = x * rstd, where rstd depends on x too: dx = rstd * (dn - n * mean of (dn * n)),
     # dn = scale * d. The scales of dn and n cancel in their product.
     scale = np.repeat(np.float32([SCALE * math.sqrt(HS), 1.0]), NH)[:, None]
     mean = np.vecdot(d, out)[..., None] * np.float32(1.0 / HS)
-    d *= scale
-    d -= out * (mean / scale)
-    d *= rstd[..., None]
+    d -= out * (mean / scale**2)
+    d *= scale * rstd[..., None]
 
 
 def relu2_forward(out, inp, N):
@@ -203,7 +204,7 @@ def cap_backward(dlogits, logits, N):
     dlogits, logits = dlogits.reshape(N), logits.reshape(N)
 
     def block(start, stop):
-        # y = z / s, s = sqrt(1 + z^2 / CAP^2): dy/dz = 1 / s^3, and 1 / s^2 = 1 - y^2 / CAP^2
+        # y = z / s, s = sqrt(1 + z^2 / CAP^2): dy/dz = 1 / s^3, and 1 / s^2 = 1 - y^2 / CAP^2, or less, by rounding
         inverse = np.maximum(np.float32(1.0) - np.square(logits[start:stop] * np.float32(1.0 / CAP)), np.float32(0.0))
         dlogits[start:stop] *= inverse * np.sqrt(inverse)
 
@@ -213,19 +214,19 @@ def cap_backward(dlogits, logits, N):
 # ----------------------------------------------------------------------------------------------------------------------
 # optimizer
 
-EXACT = 12, (2.0, -1.5, 0.5)  # steps, coefficients: singular values go to 1
-FAST = 5, (3.4445, -4.7750, 2.0315)  # to 0.7 .. 1.2, in less time: for updates of few tokens
+MANY_TOKENS = 12, (2.0, -1.5, 0.5)  # steps, coefficients: singular values from 0.0005 on become 1
+FEW_TOKENS = 5, (3.4445, -4.7750, 2.0315)  # from 0.002 on, 0.7 to 1.2, in less time
 
 
 def newton_schulz_of(settings):
-    return EXACT if settings.update_tokens >= 2**17 else FAST
+    return MANY_TOKENS if settings.update_tokens >= 2**17 else FEW_TOKENS
 
 
 def orthogonalize(matrix, steps, coefficients):
     """(rows, columns) -> nearly U V^T of U S V^T: all directions become equally long. Each Newton-Schulz step turns a
     singular value s, at first at most 1, into a s + b s^3 + c s^5, and keeps U and V."""
     is_tall = matrix.shape[0] > matrix.shape[1]
-    x = np.ascontiguousarray(matrix.T) if is_tall else matrix
+    x = matrix.T if is_tall else matrix
     x = x / np.float32(np.linalg.norm(x) + 1e-7)
     a, b, c = map(np.float32, coefficients)
     for _ in range(steps):
@@ -237,7 +238,7 @@ def orthogonalize(matrix, steps, coefficients):
 def muon_update(param, m, grad, learning_rate, momentum, weight_decay, grad_scale, newton_schulz):
     """One Muon step on a matrix (rows, columns), param and m in place. https://kellerjordan.github.io/posts/muon/"""
     m += np.float32(1.0 - momentum) * (np.float32(grad_scale) * grad - m)
-    # Nesterov's momentum looks a step ahead
+    # Nesterov's momentum: the gradient counts once more
     u = orthogonalize(np.float32((1.0 - momentum) * grad_scale) * grad + np.float32(momentum) * m, *newton_schulz)
     u *= np.float32(learning_rate * math.sqrt(max(1.0, param.shape[0] / param.shape[1])))
     param *= np.float32(1.0 - learning_rate * weight_decay)
@@ -245,13 +246,13 @@ def muon_update(param, m, grad, learning_rate, momentum, weight_decay, grad_scal
 
 
 class Muon:
-    """Muon for the layers' matrices, AdamW for the rest: embedding, classifier, gains and biases. A Muon step has the
-    same length whatever the gradient's. -l and -c are Muon's; AdamW's follow from them."""
+    """Muon for the layers' matrices, AdamW for the rest: embedding, classifier, gains and biases. A Muon step's length
+    does not depend on the gradient's. -l and -c are Muon's; AdamW's follow from them."""
 
     STATE = "m", "v"  # float32 Tensors like the parameters'; Muon leaves v 0
     MATRICES, MOMENTUM = {"qkvw": 3, "attprojw": 1, "fcw": 1, "fcprojw": 1}, 0.95  # 3: Q, K and V apart
     VECTORS = "lm_headb", "ln0w", "ln1w", "qkvb", "attprojb", "ln2w", "fcb", "fcprojb", "lnfw"
-    RATES, DECAY = {"wte": 28.0, "lm_head": 0.16, **dict.fromkeys(VECTORS, 0.6)}, 0.02  # of AdamW, over Muon's
+    RATES, DECAY = {"wte": 28.0, "lm_head": 0.16, **dict.fromkeys(VECTORS, 0.6)}, 0.02  # AdamW's / Muon's
 
     def __init__(self, params):
         self.m, self.v = allocate(params.table), allocate(params.table)
@@ -339,8 +340,8 @@ class Speedrun(GPT2):
 
     def forward(self, inputs, targets):
         """inputs, targets (B, T) integer ids -> the mean loss, a float; activations stay in self.acts."""
-        (B, T), C, V, self.targets = inputs.shape, self.config.C, self.config.V, targets
-        acts = self.trunk(inputs)
+        (B, T), C, V = inputs.shape, self.config.C, self.config.V
+        self.targets, acts = targets, self.trunk(inputs)
         matmul_forward(acts.logits, acts.lnf, self.head(self.params), self.params.lm_headb[:V], B, T, C, V)
         cap_forward(acts.logits, B * T * V)
         softmax_forward(acts.probs, acts.logits, B, T, V)
@@ -352,7 +353,7 @@ class Speedrun(GPT2):
         (B, T), config, params, acts = self.inputs.shape, self.config, self.params, self.acts
         NH, HS, C, V, N = config.NH, config.HS, config.C, config.V, B * T
         s, rope = views(self.scratch_table(config, B, T), self.scratch.buffer), rope_table(config, T)
-        dlogits = acts.probs  # in place: cap_backward reads the logits
+        dlogits = acts.probs  # in place; cap_backward reads the logits
         s.dlosses.fill(1.0 / (N * micro_steps))
         crossentropy_softmax_backward(dlogits, s.dlosses, acts.probs, self.targets, B, T, V)
         cap_backward(dlogits, acts.logits, N * V)

@@ -64,7 +64,7 @@ def activation_table(config, B, T, precision, recompute):
         "encoded": Row((B, T, C), precision.residual),
         "ln1": Row((L, B, T, C), dtype, stacked=True),
         "ln1_rstd": Row((L, B, T), stacked=True),
-        "qkv": Row((L, B, T, 3 * C), dtype, stacked=True),  # queries and keys normalized and rotated
+        "qkv": Row((L, B, T, 3 * C), dtype, stacked=True),  # as on train_speedrun.py's page
         "qk_rstd": Row((L, B, T, 2 * NH), stacked=True),
         "atty": Row((L, B, T, C), dtype, stacked=True),
         "lse": Row((L, B, NH, T), stacked=True),
@@ -109,12 +109,12 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# layers, under the names of train_speedrun.py
+# layers that GPT-2's and Llama 3's pages lack
 
 
 def matmul_qknorm_forward(device, linear, qkv, rstd, inp, rope, B, T, NH, HS):
-    """qkv (B,T,3C) = inp (B,T,C) @ weight^T + bias, queries and keys normalized, scaled and rotated; rstd (B,T,2NH) =.
-    rope (T,HS/2,2): cosines and sines."""
+    """qkv (B,T,3C) = inp (B,T,C) @ weight^T + bias, then qknorm_forward and rope_forward of train_speedrun.py; rstd
+    (B,T,2NH) =. rope (T,HS/2,2): cosines and sines."""
     scale = SCALE * math.sqrt(HS)
     if linear.fuses_qknorm:
         linear.forward_qknorm(qkv, rstd, inp, rope, scale, EPS, T)
@@ -159,12 +159,12 @@ class Stack(NamedTuple):
 
 
 class Muon(AdamW):
-    """Muon for the layers' matrices; AdamW, whose launches these are, for the rest. Of several GPUs, each has a share
-    of momentum and float32 weights, and orthogonalizes some matrices, which are sent to it whole."""
+    """Muon for the layers' matrices; AdamW, the base class, for the rest. Of several GPUs, each has a share of momentum
+    and float32 weights, and orthogonalizes some matrices, which are sent to it whole."""
 
     MATRICES, MOMENTUM = train_speedrun.Muon.MATRICES, train_speedrun.Muon.MOMENTUM
     RATES, DECAY = train_speedrun.Muon.RATES, train_speedrun.Muon.DECAY
-    BLOCKS = 32  # on a matrix
+    BLOCKS = 32  # for a matrix, in muon_squares
 
     @classmethod
     def stacks(cls, table):
@@ -183,7 +183,7 @@ class Muon(AdamW):
         own = [(blocks(stack.count, shares.ranks), stack) for stack in stacks]  # that a rank orthogonalizes, at most
         matrices = max(n * stack.size for n, stack in own)
         return AdamW.table(settings, shares, rank) | {
-            "u": Row((share,), dtype),  # of a stack: Nesterov's momentum, then the step
+            "u": Row((share,), dtype),  # of a stack: Nesterov's momentum; on several GPUs, then the step
             **({"x": Row((matrices,), dtype)} if shares.ranks > 1 else {}),  # the same, whole matrices
             "y": Row((matrices,), dtype),  # a Newton-Schulz step reads one of x and y, and writes the other
             "squares": Row((2, max(n * min(stack.rows, stack.columns)**2 for n, stack in own)), dtype),
@@ -199,8 +199,8 @@ class Muon(AdamW):
         self.of_stacks = []  # (stack, its chunks, the number of its first element in this share)
         for stack in self.stacks(shares.table):
             of_stack = (flat >= stack.begin) & (flat < stack.begin + stack.count * stack.size)
-            first = np.int64(stack.pieces(shares, rank)[0].local)
-            self.of_stacks.append((stack, self.device.upload(self.chunks[of_stack].view(np.uint8)), first))
+            local = np.int64(stack.pieces(shares, rank)[0].local)
+            self.of_stacks.append((stack, self.device.upload(self.chunks[of_stack].view(np.uint8)), local))
 
     def update(self):
         self.update_of("rest")
@@ -210,22 +210,22 @@ class Muon(AdamW):
         if group != "matrices":
             return super().update_of(group)
         settings, g = self.settings, self.device.geometry
-        for stack, chunks, first in self.of_stacks:
+        for stack, chunks, local in self.of_stacks:
             grid = (chunks.size // CHUNKS.itemsize * (g.UPDATE_CHUNK // (g.UPDATE_THREADS * g.UPDATE_ADAMW_NUMBERS)),)
             with self.device.span(f"muon {stack.rows} x {stack.columns}"):
                 self.launch("muon_momentum", grid, self.m, self.u, self.sums, self.grads, chunks, self.ranks,
-                            self.control, self.MOMENTUM, first)
+                            self.control, self.MOMENTUM, local)
                 u = self.to_shares(stack, self.orthogonalize(stack, self.to_matrices(stack)))
                 scale = math.sqrt(max(1.0, stack.rows / stack.columns))
                 self.launch("muon_update", grid, self.params, self.master, u, chunks, self.control, scale,
-                            settings.weight_decay, settings.stochastic_rounding, first)
+                            settings.weight_decay, settings.stochastic_rounding, local)
 
     def to_matrices(self, stack):
-        """What self.u has of a stack, as the (n, rows, columns) that this rank orthogonalizes."""
+        """What self.u has of a stack, as (n, rows, columns); on several GPUs, zero.py gathers this rank's matrices."""
         return self.u[: stack.count * stack.size].reshape(-1, stack.rows, stack.columns)
 
     def to_shares(self, stack, matrices):
-        """The reverse."""
+        """The reverse, likewise."""
         return matrices
 
     def orthogonalize(self, stack, x):
@@ -233,7 +233,7 @@ class Muon(AdamW):
         if not len(x):
             return x  # more GPUs than matrices
         n, side, is_tall = len(x), min(stack.rows, stack.columns), stack.rows > stack.columns
-        multiply = functools.partial(self.cublaslt.multiply, count=stack.count)
+        multiply = functools.partial(self.cublaslt.multiply, count=stack.count)  # one algorithm on any number of GPUs
         y = self.y[: x.size].reshape(x.shape)
         square, polynomial = (array[: n * side**2].reshape(n, side, side) for array in self.squares)
         grid = self.BLOCKS, n
@@ -351,7 +351,7 @@ class Speedrun(GPT2):
         jobs = []  # of column_sums: (partial sums, the gradients that are made of them): of biases and RMSNorms
 
         self.backward_head(acts, scale)
-        column_sums(device, [(acts.headb_partials, (grads.lm_headb,))])  # now: the next launch overwrites these
+        column_sums(device, [(acts.headb_partials, (grads.lm_headb,))])  # now: what follows may overwrite these
         rmsnorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3, params.lnfw,
                          acts.lnf_rstd, False, B, T, C)
         # dresidual's column sums, the second of the partials, are dfcprojb; after ln2's backward pass, dattprojb

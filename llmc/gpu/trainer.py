@@ -44,7 +44,7 @@ def open_device(architecture, gpu, config, precision, matmul="auto", text=False)
     needed = max(files["attention"].shared.values()) + STATIC_SHARED
     if needed > gpu.shared:
         raise UserError(f"heads of {config.HS} channels need {needed} bytes of shared memory in a block,"
-                        f" {gpu.name} has {gpu.shared}: train this model with: python train_gpt2.py")
+                        f" {gpu.name} has {gpu.shared}: train this model with: python {type(config).__module__}.py")
     geometry, files = launch_geometry(config, precision, gpu.arch), list(files.values())
     if text:
         files += decode_files(architecture, config, precision, geometry, gpu.shared)
