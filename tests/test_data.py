@@ -411,7 +411,7 @@ def tokenize(expected, run_here):
 
 def test_it_goes_on_after_an_interruption(tmp_path, tokenize, expected, monkeypatch):
     """At each shard in turn: whole shards are neither made again nor lost, and their text is not read again."""
-    tokenized, real, size = [], fineweb.tokenize, 30001
+    tokenized, real, size = [], fineweb.tokenize, 60001
     monkeypatch.setattr(fineweb, "DOCUMENTS", 16)
     monkeypatch.setattr(fineweb, "tokenize", lambda job: tokenized.append(len(job[2])) or real(job))
     out = tmp_path / "out"
