@@ -3,9 +3,9 @@
 #
 #             tokens                       GPU memory           an update         disk: data, checkpoints   on one H200
 #     124M    10.3 billion, one epoch      28 GiB (-b 32: 16)     524,288 tokens   21 GB,  7 GB             4.4 hours
-#     350M    31.5 billion                 63 GiB (-b 32: 35)     524,288          64 GB, 20 GB             35 hours
-#     774M    150 billion, 1.5 epochs      64 GiB (-b 16: 40)     524,288         200 GB, 44 GB             15 days
-#     1558M   33.6 billion of FineWeb-Edu  70 GiB (-b 4: 41)    1,048,576          68 GB, 65 GB             6.8 days
+#     350M    31.5 billion                 63 GiB (-b 32: 35)     524,288          64 GB, 20 GB             37 hours
+#     774M    150 billion, 1.5 epochs      64 GiB (-b 16: 40)     524,288         200 GB, 44 GB             16 days
+#     1558M   33.6 billion of FineWeb-Edu  70 GiB (-b 4: 41)    1,048,576          68 GB, 65 GB             6.9 days
 #
 # None of these runs has been made to its end. The times are computed from the speed of a few steps, without validation,
 # HellaSwag and checkpoints. A checkpoint also needs host memory while it is written: 13 GB at 774M, 25 GB at 1558M.
