@@ -644,7 +644,8 @@ class GPT2:
         tables = self.tables(self.config, self.settings, B, T, self.device.sm_count, self.device.geometry)
         for what, group in tables.items():
             phases |= {phase: views(table, self.buffers[what], ALIGN) for phase, table in group.items()}
-        acts = SimpleNamespace(B=B, T=T)
+        constants = self.decode_constants(self.config, max(T, self.settings.T))  # a shorter text's are the first rows
+        acts = SimpleNamespace(B=B, T=T, **{name: self.device.upload(array) for name, array in constants.items()})
         for tensors in phases.values():
             vars(acts).update({name: getattr(tensors, name) for name in tensors.table})
         acts.layers, acts.backward_layers = [], []

@@ -234,11 +234,6 @@ class Llama3(GPT2):
         """The classifier's weight, or its gradient."""
         return tensors.wte if self.config.tied else tensors.lm_head
 
-    def activations(self, B, T):
-        acts = super().activations(B, T)
-        acts.rope = self.device.upload(np.stack(rope_table(self.config, T), axis=-1))  # (T,HS/2,2)
-        return acts
-
     def trunk(self, acts, inputs):
         """Token ids (B, T) on the GPU -> acts.lnf (B, T, C), as GPT-2's."""
         device, linear, params, config, branch = self.device, self.linear, self.params, self.config, acts.branch

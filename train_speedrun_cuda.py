@@ -308,11 +308,6 @@ class Speedrun(GPT2):
     def head_of(self, tensors):
         return tensors.lm_head
 
-    def activations(self, B, T):
-        acts = super().activations(B, T)
-        acts.rope = self.device.upload(self.decode_constants(self.config, T)["rope"])
-        return acts
-
     def trunk(self, acts, inputs):
         """Token ids (B, T) on the GPU -> acts.lnf (B, T, C), as GPT-2's."""
         device, linear, params, branch = self.device, self.linear, self.params, acts.branch

@@ -1,6 +1,5 @@
 """Token files, and the loader of batches. A token file is raw int32 (llm.c of April 2024) or, as its magic tells, a
-header with [2] the count, 64 bits here, of which llm.c reads the lower half, then uint16 (llm.c of today) or uint32
-(its Llama branch)."""
+header with [2] the count (64 bits; llm.c reads the lower half), then uint16 (llm.c of today) or uint32 (its Llama)."""
 
 import glob
 import itertools

@@ -148,6 +148,8 @@ class Settings:
             if not is_right:
                 raise UserError(f"{flag_of(self, name)} {getattr(self, name)}: expected {expected}")
 
+        for field in (field for field in dataclasses.fields(self) if "choices" in field.metadata):
+            expect(field.name, getattr(self, field.name) in (choices := field.metadata["choices"]), f"one of {choices}")
         for name, least in self.AT_LEAST.items():
             end, words = (math.inf, "finite") if isinstance(least, float) else (2**31, "below 2^31")
             expect(name, least <= getattr(self, name) < end, f"a number of at least {least}, and {words}")

@@ -106,8 +106,7 @@ def text_of(tokens, tokenizer):
 @pytest.mark.parametrize("vocabulary, V", (("gpt2", 50257), ("bytes", 257), ("chars", None)))
 def test_a_folder_of_text(tmp_path, vocabulary_here, prepare, vocabulary, V):
     """Sorted, each document after an end of text; hidden and binary files are skipped, and counted."""
-    folder, files = tmp_path / "folder", {
-        "a.md": b"# A\r\n\r\nna\xc3\xafve\r\n", "b/c.py": b"\xef\xbb\xbfprint('c')\n",
+    folder, files = tmp_path / "folder", {"a.md": b"# A\r\n\r\nna\xc3\xafve\r\n", "b/c.py": b"\xef\xbb\xbfprint('c')\n",
         "b/d.txt": "д 日本\n".encode(), "f/x.txt": b"f\n", "e/x.txt": b"e\n", "c/x.txt": b"c\n", "d/x.txt": b"d\n",
         "b/package.json": b'{\n  "name": "x"\n}\n', "b/lines.json": b'\n{"text": "one"}\n\n{"text": "two"}\n',
         "b/one.json": b'{"name": "y"}', "empty.txt": b"", "b/all.json": b'[{"text": "all"}]',

@@ -70,8 +70,7 @@ def test_prepro_hellaswag(here, vocabulary_here, run_here, monkeypatch):
     assert (here / HELLASWAG).read_bytes() == header + struct.pack(f"<{26 + 18}H", *first, *second)
 
 
-@pytest.mark.parametrize("line, word", (
-    ("not JSON", "JSONDecodeError"), ('{"ctx": "a"}', "endings"),
+@pytest.mark.parametrize("line, word", (("not JSON", "JSONDecodeError"), ('{"ctx": "a"}', "endings"),
     ('{"ctx": "a", "endings": ["b", "c"], "label": 0}', "2 endings")))
 def test_prepro_hellaswag_refuses_other_lines(tmp_path, vocabulary_here, run_here, line, word):
     path = tmp_path / "x.jsonl"
@@ -298,8 +297,7 @@ def test_llm_c_s_own_command_lines(examples, run_here, line):
     assert "-a 1" not in line or losses == sorted(losses, reverse=True), "one batch, again and again"
 
 
-@pytest.mark.parametrize("flags, words", (
-    ((0, "-e", "gpt2:d60"), ("expected one of d2, d4",)),
+@pytest.mark.parametrize("flags, words", (((0, "-e", "gpt2:d60"), ("expected one of d2, d4",)),
     ((-1,), ("--hellaswag -1",)), ((1, "-v", 0), ("--hellaswag 1", "-v STEPS")),
     ((1, "-t", 16), (HELLASWAG, "sequence of 16", "pass -t 28 or more")),
     ((1, "-e", "d2", "--tokenizer", "two.bin", "-i", "two"), (HELLASWAG, "token id", "expected 0 to 1"))))

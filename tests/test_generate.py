@@ -259,8 +259,7 @@ def test_calls_that_are_refused(heads, on_gpu, options):
     model, ids = load(), np.zeros((3, 16), int)
     model.forward(*np.zeros((2, 3, model.T), int))
     model.backward()
-    for call, words in (
-        (lambda: model.update(-1), "learning_rate -1"), (lambda: model.update(math.nan), "nan"),
+    for call, words in ((lambda: model.update(-1), "learning_rate -1"), (lambda: model.update(math.nan), "nan"),
         (lambda: model.generate("a", temperature=-1), "temperature .*expected"),
         (lambda: model.generate("a", seed=2**64), "seed .*expected"), (lambda: model.save("data"), "is no file"),
         (lambda: load().backward(), "of forward"), (lambda: load().update(1), "a call of backward"),
@@ -269,6 +268,7 @@ def test_calls_that_are_refused(heads, on_gpu, options):
         (lambda: model.forward(ids / 2, ids / 2), "float64"), (lambda: model.forward(ids + 257, ids), "0 to 256"),
         (lambda: model.forward(*np.zeros((2, 1, 65), int)), "at most 64|room for"), (lambda: model.loss("a"), "2"),
         (lambda: load(weight_decay=-1), "weight_decay"), (lambda: load(schedule="cosine"), "expected"),
+        (type(model.settings)(decay="none").check, "--decay none: expected one of"),
         (lambda: load("nowhere"), "no such file")):
         pytest.raises(UserError, call).match(words)
 

@@ -169,8 +169,7 @@ def check_launches(launches, gpu, precision, parameters):
     ("sm_75", "float32", "auto"), *itertools.product(("sm_80", "sm_90a"), PRECISIONS, ("auto",)),
     ("sm_90a", "fp8", "auto"),
     *itertools.product(("sm_90a",), ("bf16", "bf16-float32-grads"), ("kernels", "cublaslt"))])
-@pytest.mark.parametrize("architecture, config", (
-    (cuda.GPT2, Config(64, 257, 2, 3, 192, 384)),
+@pytest.mark.parametrize("architecture, config", ((cuda.GPT2, Config(64, 257, 2, 3, 192, 384)),
     (llama_cuda.Llama3, train_llama3.Config(64, 257, 2, 4, 2, 192, 384, 384, 48, tied=0)),
     (llama_cuda.Llama3, train_llama3.Config(64, 257, 2, 3, 1, 192, 384, 384, 64, tied=0)),  # QKV: two narrow tiles
     (speedrun_cuda.Speedrun, train_speedrun.Config(64, 257, 2, 3, 192, 384))),

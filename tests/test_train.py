@@ -91,8 +91,7 @@ def test_lines(workplace, run_here):
     printed = re.sub(r"^(\d+ ){15}$", "IDS", printed, flags=re.MULTILINE)
     assert printed.splitlines()[7:] == expected
     theirs = run_here(train_gpt2, "--lines", "llmc").stdout
-    expected = [
-        "[GPT-2]", "max_seq_len: 64", "vocab_size: 257", "num_layers: 2", "num_heads: 3", "channels: 24",
+    expected = ["[GPT-2]", "max_seq_len: 64", "vocab_size: 257", "num_layers: 2", "num_heads: 3", "channels: 24",
         f"num_parameters: {parameters}", "train dataset num_batches: 15", "val dataset num_batches: 2",
         f"num_activations: {table_elements(activation_table(config, 4, 64))}"]
     for step in range(41):
@@ -300,8 +299,7 @@ def test_a_run_s_newest_model_and_vocabulary_are_for_others(workplace, train, ru
     run_here(train_gpt2, *flags, "-e", "hf", fails=("-e hf: a Hugging Face folder", "export_weights.py --model hf"))
 
 
-@pytest.mark.parametrize("call, signals, status, saved", (
-    (4, (signal.SIGINT,), 130, 5), (4, (signal.SIGTERM,), 143, 5),
+@pytest.mark.parametrize("call, signals, status, saved", ((4, (signal.SIGINT,), 130, 5), (4, (signal.SIGTERM,), 143, 5),
     (0, (signal.SIGINT, signal.SIGTERM, signal.SIGINT), 130, None),  # of two, only a second Ctrl-C is impatient
     (0, (signal.SIGHUP,), 0, 7)))  # which nohup ignores
 def test_a_signal_saves_and_says_how_to_resume(workplace, run_here, at_call, call, signals, status, saved):

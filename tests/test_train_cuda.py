@@ -95,8 +95,7 @@ def test_with_a_package_missing_it_names_it(tmp_path):
     assert_one_line_error(done, "a run on several GPUs needs the Python package torch")
 
 
-@pytest.mark.parametrize("error, words", (
-    (None, "cuda.core cannot be imported"),
+@pytest.mark.parametrize("error, words", ((None, "cuda.core cannot be imported"),
     ("Failure finding \"libnvrtc.so\"", "nvidia-cuda-nvrtc is missing.*gelu.cu"),
     ("cannot open source file \"cuda_bf16.h\"", "nvidia-cuda-runtime is missing.*gelu.cu")))
 def test_without_a_compiler_or_its_headers_it_names_the_package(error, words, monkeypatch):
@@ -185,8 +184,7 @@ def test_lines(fake_gpu, heads, run_here, monkeypatch):
     assert theirs.endswith("\nval loss 0.000000\ntotal average iteration time: 1.000000 ms\n")
 
 
-@pytest.mark.parametrize("fp8, config, words", (
-    (0, Config(64, 257, 1, 3, 24, 384), "C=24 with NH=3.*train_gpt2.py"),
+@pytest.mark.parametrize("fp8, config, words", ((0, Config(64, 257, 1, 3, 24, 384), "C=24 with NH=3.*train_gpt2.py"),
     (0, Config(64, 257, 1, 1, 144, 384), "C=144 with NH=1.*train_gpt2.py"),
     (0, train_llama3.Config(64, 257, 1, 4, 2, 48, 384, 204, 16), "F=204.*train_llama3.py"),
     (1, Config(64, 257, 2, 1, 200, 384), "C=200, F=800: --dtype fp8 expects multiples of 16: pass --dtype bf"),

@@ -243,8 +243,7 @@ def results(directory):
     return files, [array.tobytes() for array in (*owned.state.values(), owned.exact)]
 
 
-@pytest.mark.parametrize("sizes, first, second, flags", (
-    ((1, 2), 1, 2, ("--dtype", "bfloat16", "--grad_clip", 1)),
+@pytest.mark.parametrize("sizes, first, second, flags", (((1, 2), 1, 2, ("--dtype", "bfloat16", "--grad_clip", 1)),
     ((1, 2, 4), 4, 2, ("--dtype", "float32", "--grad_clip", 0.5, "-c", 0.1, *EPOCHS)),
     ((1, 3), 3, 1, ("--dtype", "bfloat16", "--grad_clip", 0, "-d", 48)),  # 3 divides no tensor
     ((1, 2), 2, 1, ("--dtype", "bfloat16", "--float32_grads", 1, "-w", 0))), ids=str)
@@ -261,6 +260,12 @@ def test_the_same_bits_on_any_number_of_gpus(workplace, start, sizes, first, sec
     assert end_ranks(start(second, "-x", 5, *RUN, f"run{first}", *flags, "-y", 1))[0] == [0] * second
     (_, *models), state = results(workplace / f"run{first}")
     assert models == found[1][0][1:] and state == found[1][1]
+
+
+def test_a_small_text_limits_the_steps_of_random_weights(workplace, start):
+    """As on one GPU, to ten epochs, unless -x is given."""
+    statuses, out, _ = end_ranks(start(2, "-e", "d2", "-b", 16, "-t", 64, "-d", 2048, "-v", 0, "-s", 0, "--graph", 0))
+    assert statuses == [0, 0] and "run       10 steps of 2048 tokens" in out
 
 
 @pytest.mark.parametrize("names, tokens", zip(LAUNCHERS[:4], (32, 64, 32, 64)), ids=(

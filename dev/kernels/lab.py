@@ -133,7 +133,7 @@ class Layer:
     def __init__(self, config, precision, gpu, B, T):
         self.config, self.precision, self.gpu = config, precision, gpu
         self.B, self.T, self.C, self.NH, self.V, self.Vp = B, T, config.C, config.NH, config.V, config.Vp
-        self.N, self.work, self.pack = B * T, B * T, precision.pack
+        self.N, self.work, self.pack = B * T, B * T, 8 if precision.bf16 else 4
         self.rng = np.random.default_rng((B, T, config.C))
 
     def __str__(self):

@@ -15,6 +15,7 @@ from llmc.errors import UserError
 from llmc.files import replacing
 
 KERNEL_DIRECTORY = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "kernels")
+INSTEAD = "with no GPU, train with: python train_gpt2.py (or train_llama3.py, train_speedrun.py)"
 IMPORTING = threading.Lock()  # without it, a second thread can find cuda.core half imported
 
 
@@ -47,7 +48,7 @@ def cache_directory():
 
 def compile_kernels(name, arch, constants):
     """kernels/<name>.cu -> the bytes of a cubin for `arch` (like sm_90a); raises UserError with the first error."""
-    path, instead = os.path.join(KERNEL_DIRECTORY, f"{name}.cu"), "or train on the CPU: python train_gpt2.py"
+    path = os.path.join(KERNEL_DIRECTORY, f"{name}.cu")
     source = Path(path).read_text()
     try:
         with IMPORTING:  # here: slow to import, and not needed if the cache has all
@@ -60,13 +61,13 @@ def compile_kernels(name, arch, constants):
         return bytes(Program(source, "c++", options).compile("cubin").code)
     except ImportError as error:
         raise UserError(f"the Python package cuda.core cannot be imported ({error}): pip install -r"
-                        f" requirements-gpu.txt; {instead}") from None
+                        f" requirements-gpu.txt; {INSTEAD}") from None
     except Exception as error:  # cuda.core has an exception class for each way to fail
         lines = str(error).splitlines()
         for package, sign in (("nvidia-cuda-nvrtc", "libnvrtc"), ("nvidia-cuda-runtime", 'open source file "cuda_')):
             if sign in str(error):
                 raise UserError(f"the Python package {package} is missing, without which {path} does not compile: pip"
-                                f" install -r requirements-gpu.txt; {instead}") from None
+                                f" install -r requirements-gpu.txt; {INSTEAD}") from None
         errors = (line for line in lines if "error" in line and "NVRTC_ERROR" not in line)
         first = next(errors, lines[0] if lines else repr(error))
         raise UserError(f"{path} does not compile for {arch}: {first.strip()}") from None
@@ -79,16 +80,12 @@ def compiler_version():
     return "unknown"
 
 
-def kernel_key(name, arch, constants):
-    """What a cubin depends on, as text."""
-    headers = sorted(map(str, Path(KERNEL_DIRECTORY).rglob("*.cuh")))
-    texts = [Path(path).read_text() for path in (os.path.join(KERNEL_DIRECTORY, f"{name}.cu"), *headers)]
-    return "\n".join([compiler_version(), arch, json.dumps(constants), *texts])
-
-
 def prepare_kernels(arch, files):
     """Compile the files that the cache lacks, several at once; return the cubins' paths, and how many were compiled."""
-    keys, directory = [kernel_key(file.name, arch, file.constants) for file in files], cache_directory()
+    directory, sources, version = cache_directory(), Path(KERNEL_DIRECTORY), compiler_version()
+    headers = [path.read_text() for path in sorted(sources.rglob("*.cuh"))]
+    keys = ["\n".join([version, arch, json.dumps(file.constants), (sources / f"{file.name}.cu").read_text(), *headers])
+            for file in files]  # what a cubin depends on
     paths = [os.path.join(directory, f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin") for key in keys]
     missing = [(path, file) for path, file in zip(paths, files) if not os.path.exists(path)]
 

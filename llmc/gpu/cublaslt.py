@@ -136,7 +136,7 @@ class CublasLt:
         return proposal
 
     def set(self, kind, target, attribute, value):
-        """Set an attribute of a cuBLASLt matmul's description or preference; value: a NumPy scalar of its size."""
+        """Set an attribute of a matmul's description, layout or preference; value: a NumPy scalar of its size."""
         value = np.array([value])
         self.call(f"cublasLt{kind}SetAttribute", target, attribute, value.ctypes.data, value.nbytes)
 

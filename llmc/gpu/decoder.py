@@ -1,14 +1,14 @@
 """Text on a GPU: forward passes over T new positions of each of B sequences, with a KV cache, and sampling.
 
 It knows the cache and sampling, but no layer: an architecture is a class like GPT2 of train_gpt2_cuda.py, which has,
-beside parameter_table and KERNELS,
+beside parameter_table, KERNELS and CONSTANTS,
 
     cache_table(config, B, T, dtype)    name -> Row of the KV cache, keys and values (L,B,NKV,T,HS)
     decode_table(config, N, dtype)      name -> Row of what a pass over N rows needs beside it, see Decoder.tables
     decode_layers(decoder, B, T)        launches all but the classifier: decoder.acts.tokens (B,T) -> the classifier's
                                         input, its first arguments, as a tuple with `normed`, its weight (Vp,C) and its
                                         bias (Vp,) or None
-    decode_constants(config, T)         name -> array, for texts of T positions, which decoder.constants has on the GPU
+    decode_constants(config, T)         name -> array, for T positions, which decoder.constants has on the GPU
 
 The page has the launches of its layers, too, which use decode_matmul and launch_decode.
 """
@@ -73,7 +73,7 @@ def decode_geometry(architecture, config, precision, shared):
         if max(sizes) <= geometry.DECODE_SHARED and config.C % geometry.DECODE_ROWS == 0:
             return vars(geometry)
     raise UserError(f"text from a model with C={config.C} needs more shared memory than the {shared} bytes that a block"
-                    " of this GPU can have: pass -s 0 to train without samples")
+                    " of this GPU can have: train with -s 0, generate with --device cpu")
 
 
 def inner_parts(IC, C, size):
@@ -212,8 +212,12 @@ class Decoder:
                 copy_to_gpu(self.acts.tokens[: piece.size], piece)
             self.architecture.decode_layers(self, *piece.shape)
         if B < self.B and last:
-            for tensor in (self.cache.keys, self.cache.values):
-                share_first(tensor, self.device.stream)
+            for tensor in (self.cache.keys, self.cache.values):  # (L,B,...) [:, 1:] = [:, :1]
+                row, pitch = tensor[0, 0].nbytes, tensor[0].nbytes
+                for b in range(1, self.B):
+                    cp.cuda.runtime.memcpy2DAsync(
+                        tensor[0, b].data.ptr, pitch, tensor.data.ptr, pitch, row, len(tensor),
+                        cp.cuda.runtime.memcpyDeviceToDevice, self.device.stream.ptr)
         self.set(position=last)
         with self.device.stream:
             copy_to_gpu(self.acts.tokens[: self.B], np.ascontiguousarray(np.broadcast_to(tokens[:, -1], self.B)))
@@ -236,14 +240,6 @@ class Decoder:
         device, acts, B = self.device, self.acts, self.B
         decode_logits(device, acts.logits, *self.architecture.decode_layers(self, B, 1), B, self.config.Vp)
         decode_sample(device, acts.tokens, acts.randoms, acts.control, self.drawn, self.logprobs, acts.logits, B)
-
-
-def share_first(tensor, stream):
-    """tensor (L,B,...) [:, 1:] = tensor[:, :1]."""
-    row, pitch = tensor[0, 0].nbytes, tensor[0].nbytes
-    for b in range(1, tensor.shape[1]):
-        cp.cuda.runtime.memcpy2DAsync(tensor[0, b].data.ptr, pitch, tensor.data.ptr, pitch, row, len(tensor),
-                                      cp.cuda.runtime.memcpyDeviceToDevice, stream.ptr)
 
 
 def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.errors import UserError, run_main
-from llmc.gpu.compiler import capability, prepare_kernels
+from llmc.gpu.compiler import INSTEAD, capability, prepare_kernels
 from llmc.tensors import bf16_to_float32
 
 # When imported, CuPy makes a directory in $HOME, which may not be writable, for kernels of its own that we do not use.
@@ -36,9 +36,6 @@ class GPU(NamedTuple):
     arch: str  # as the compiler calls it, like sm_90a
     sm_count: int  # multiprocessors
     shared: int  # bytes of shared memory that a block can have
-
-
-INSTEAD = "with no GPU, train with: python train_gpt2.py (or train_llama3.py, train_speedrun.py)"
 
 
 def count_gpus():
@@ -215,11 +212,11 @@ class Device:
 def check(answer):
     """What a function of the driver returns, less its status, which must be success."""
     if answer[0] != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"the CUDA driver failed: {answer[0]}")
+        raise cp.cuda.driver.CUDADriverError(int(answer[0]))
     return answer[1:]
 
 
-def encode_tensor_map(array, rows, columns, batches=1):
+def encode_tensor_map(array, rows, columns, batches):
     B, T, C = array.shape if array.ndim == 3 else (1, *array.shape)
     row, dtype = array.strides[-2], {1: "UINT8", 2: "BFLOAT16", 4: "FLOAT32"}[array.itemsize]
     kind = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}")
@@ -246,11 +243,8 @@ def convert(argument):
 
 def launch_early(function, grid, block, arguments, shared, stream):
     """Launch a kernel by programmatic dependent launch, which CuPy does not offer."""
-    slots = np.zeros((len(arguments), 8), np.uint8)  # the bytes of each argument
-    for slot, argument in zip(slots, arguments):
-        value = np.asarray(np.uint64(argument.data.ptr) if isinstance(argument, cp.ndarray) else argument).reshape(1)
-        slot[: value.nbytes] = value.view(np.uint8)
-    addresses = slots.ctypes.data + 8 * np.arange(len(slots), dtype=np.uint64)
+    values = [np.asarray(x.data.ptr if isinstance(x, cp.ndarray) else x) for x in arguments]
+    addresses = np.array([value.ctypes.data for value in values], np.uint64)
     config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
     config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
     config.blockDimX, config.blockDimY, config.blockDimZ = (*block, 1, 1)[:3]

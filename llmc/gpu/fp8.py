@@ -156,11 +156,8 @@ class Fp8:
 
     def multiply(self, out, a, a_scale, b, b_scale, bias=None, scale=1.0):
         """out (M,N) = scale * a (M,K) @ b (N,K)^T + bias (N,), each operand divided by its scale."""
-        kernels, g = self.matmul.kernels, self.device.geometry
-        columns = self.matmul.tile(out.shape[1], narrow=True) or g.MATMUL_BN
-        narrow = columns != g.MATMUL_BN
-        kernels.launch("matmul_fp8" + "_narrow" * narrow, *out.shape, a.shape[1], kernels.result(out, narrow),
-                       *self.operands_of(a, b, columns), bias, a_scale, b_scale, float(scale), columns=columns)
+        self.matmul.kernels.forward(out, a, b, bias, a_scale, b_scale, float(scale), name="matmul_fp8",
+                                    columns=self.matmul.tile(out.shape[1], narrow=True))
 
     def multiply_qknorm(self, out, rstd, a, a_scale, b, b_scale, bias, *last):
         """multiply's out (M,N), with QK-norm; rstd (M,2NH). last: rope, scale, eps and T, of qknorm_forward."""
@@ -197,8 +194,8 @@ class Fp8:
                        splits=splits or kernels.splits(M, N, K, columns))
 
     def operands_of(self, a, b, columns):
-        g = self.device.geometry
-        return [self.device.tensor_map(x, n, 2 * g.MATMUL_BK) for x, n in ((a, g.MATMUL_BM), (b, columns))]
+        kernels = self.matmul.kernels
+        return kernels.operand(a, self.device.geometry.MATMUL_BM), kernels.operand(b, columns)
 
     def noted(self, name, l, role, again=False):
         """The arguments of a kernel that makes an operand: its scale, and where it notes the largest number, or None if
@@ -222,7 +219,7 @@ class Fp8Linear(NamedTuple):
     fuses_gelu = property(lambda self: self.fp8.fuses_gelu)
     fuses_qknorm = True
 
-    def place_inp(self, inp, again=False):
+    def place_inp(self, again=False):
         """Where a normalization writes inp (N,C): a Quantized. again: for the backward pass, which recomputes it."""
         fp8, kept, noted = self.fp8, self.of_this_layer("_inp_t"), self.fp8.noted(self.name, self.l, "inp", again)
         if again:
@@ -248,7 +245,7 @@ class Fp8Linear(NamedTuple):
         return plain
 
     def forward_gelu(self, out, gelu, inp):
-        """The same, and fcproj's input = GELU(out); gelu (N,OC): not written."""
+        """`forward`, and fcproj's input = GELU(out); gelu (N,OC): not written."""
         fcproj = self._replace(name="fcproj")
         self.fp8.multiply_gelu(rows(out), fcproj.of_this_layer("_inp"), inp.plain, self.scale("inp"),
                                self.of_this_layer("w"), self.scale("weight"), self.bias,
@@ -314,7 +311,7 @@ class Fp8Linear(NamedTuple):
 
 
 class Fp8Passes:
-    """What a page's model does otherwise in FP8: fp8_model mixes it in. `fp8` is an Fp8."""
+    """What a page's model does otherwise in FP8. `fp8` is an Fp8."""
 
     several = None  # see several/zero.py
 
@@ -327,11 +324,11 @@ class Fp8Passes:
         """The activations of an update: normalizations, and attention's backward pass, find where to write 8 bits."""
         acts = self.activations(B, T)
         del self.shapes[B, T]  # evaluations of this shape make their own
-        acts.lnf = Fp8Linear(self.fp8, "logits", 0).place_inp(acts.lnf)
+        acts.lnf = Fp8Linear(self.fp8, "logits", 0).place_inp()
         for l, (forward, backward) in enumerate(zip(acts.layers, acts.backward_layers)):
             qkv, fc = (Fp8Linear(self.fp8, name, l) for name in ("qkv", "fc"))
-            forward.ln1, forward.ln2 = qkv.place_inp(forward.ln1), fc.place_inp(forward.ln2)
-            backward.ln1, backward.ln2 = qkv.place_inp(backward.ln1, again=True), fc.place_inp(backward.ln2, again=True)
+            forward.ln1, forward.ln2 = qkv.place_inp(), fc.place_inp()
+            backward.ln1, backward.ln2 = qkv.place_inp(again=True), fc.place_inp(again=True)
             backward.dqkv = qkv.place_dout(backward.dqkv)
         return acts
 
@@ -366,7 +363,3 @@ class Fp8Passes:
         """What the range of E5M2 asks for."""
         return DLOGITS_SCALE
 
-
-def fp8_model(architecture):
-    """A page's class, with matmuls in 8 bits."""
-    return type(architecture.__name__, (Fp8Passes, architecture), {})

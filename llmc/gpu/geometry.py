@@ -137,7 +137,7 @@ def layer_geometry(config, precision, arch):
     norm, C = layernorm_geometry(config, precision, arch), config.C
     norm_rows = 32 if C <= 3072 else 16  # which a block transposes in shared memory; up to C=6144, two or more fit
     return {
-        "encoder": {"ENCODER_THREADS": 256, "ENCODER_SPANS": blocks(C, 4 * WARP * precision.pack)},
+        "encoder": {"ENCODER_THREADS": 256, "ENCODER_SPANS": blocks(C, WARP * (32 if precision.bf16 else 16))},
         "layernorm": norm, "rmsnorm": norm,
         "norm_fp8": norm | {"NORM_TILE_ROWS": norm_rows, "NORM_SHARED": norm_rows * C + 128},
         "attention": attention_geometry(config, precision, arch),

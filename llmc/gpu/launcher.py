@@ -1,6 +1,5 @@
 """Which launcher has started this process, if any, and on how many GPUs the program runs."""
 
-import dataclasses
 import os
 import re
 
@@ -46,6 +45,6 @@ def on_ranks(settings_class, description, work):
         ranks.has_launcher = settings.gpus == 1
         if settings.gpus not in (1, ranks.size):
             raise UserError(f"--gpus {settings.gpus}: a launcher has started {ranks.size} ranks: leave --gpus out")
-        settings = dataclasses.replace(settings, gpus=ranks.size)
+        settings.gpus = ranks.size
         settings.check()
         return work(settings, ranks)

@@ -114,7 +114,6 @@ class Matmul:
 
     def __init__(self, device, precision, library="auto"):
         self.device, self.precision = device, precision
-        self.workspace = self.transposed = None  # see allocate
         ours = hopper_matmul(precision, device.gpu.arch) and library != "cublaslt"
         self.kernels = MatmulKernels(device) if ours else None
         self.cublaslt = CublasLt(device, precision, self.stream_workspace) if library != "kernels" else None
@@ -173,8 +172,8 @@ class MatmulKernels:
         return min(range(1, most + 1), key=lambda parts: blocks(tiles * parts, sm_count) * (N / parts + 1500))
 
     def operand(self, array, rows):
-        """An operand as the kernels take it: TMA copies `rows` rows of BK columns at once."""
-        return self.device.tensor_map(array, rows, self.geometry.MATMUL_BK)
+        """An operand as the kernels take it: TMA copies 128 bytes of `rows` rows at once, BK columns of bfloat16."""
+        return self.device.tensor_map(array, rows, 2 * self.geometry.MATMUL_BK // array.itemsize)
 
     def result(self, array, narrow=False):
         """A result, or an operand of its shape, as the kernels take it: TMA copies a strip of a tile at once."""

@@ -40,11 +40,6 @@ class Precision(NamedTuple):
         return "float32" if self.float32_grads else self.dtype
 
     @property
-    def pack(self):
-        """Elements in 16 bytes, which a thread works on."""
-        return 8 if self.bf16 else 4
-
-    @property
     def matmul(self):
         """What matmuls round their operands to; they accumulate in float32."""
         return "bf16" if self.bf16 else "tf32" if self.tf32 else "float32"

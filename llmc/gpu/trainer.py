@@ -1,9 +1,10 @@
 """What surrounds a training step on a GPU: buffers and whether they fit, batches in pinned memory, reports, copies of
 the state.
 
-It knows parameters, gradients and steps, but no layer: an architecture is a class like GPT2 of train_gpt2_cuda.py, with
-parameter_table and tables, which say what to allocate, Optimizer, and what decoder.py asks for. Its instances have
-activations (among them `losses`, (B, T)), trunk, classify, micro_step, train_step and capture.
+It knows parameters, gradients and steps, but no layer. Of an architecture, a class like GPT2 of train_gpt2_cuda.py, it
+uses KERNELS, READS, RECOMPUTED, parameter_table, tables, Optimizer, resolve_auto and what decoder.py asks for; of its
+instances, activations (among them `losses`), training_activations, trunk, classify, backward, micro_step, train_step,
+update and capture.
 """
 
 import bisect
@@ -23,7 +24,7 @@ from llmc.gpu.geometry import check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import ALIGN, Matmul
 from llmc.gpu.precision import copy_weights
 from llmc.gpu.shares import Shares
-from llmc.loop import Update
+from llmc.loop import Update, check_update
 from llmc.outliers import RECENT, reason_to_skip
 from llmc.single_process import SINGLE_PROCESS
 from llmc.tensors import Row, Tensors, allocate, flat, table_bytes, views
@@ -178,10 +179,14 @@ class Evaluator(ForwardPasses):
 
     def allocate_activations(self, B, T):
         """Make room for forward passes over (B, T) tokens, or fewer."""
-        self.model = self.batch = None  # frees the old buffers first
         with self.device.stream:
             self.model = self.make_model(B, T)
             self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32), targets=cp.empty(B * T, np.int32))
+
+
+def mixed(mixin, kind):
+    """A page's class, with what `mixin` does otherwise."""
+    return type(kind.__name__, (mixin, kind), {})
 
 
 class Trainer(ForwardPasses):
@@ -195,12 +200,11 @@ class Trainer(ForwardPasses):
         Raises UserError if not everything fits into the GPU's free memory."""
         optimizer, self.several, self.peers = architecture.Optimizer, None, None
         if settings.precision.fp8:
-            from llmc.gpu.fp8 import Fp8, fp8_model
-            architecture = fp8_model(architecture)
+            from llmc.gpu.fp8 import Fp8, Fp8Passes
+            architecture = mixed(Fp8Passes, architecture)
         if ranks.size > 1:
             from llmc.gpu.several import zero
-            architecture = zero.on_several(architecture, zero.SharedPasses)
-            optimizer = zero.on_several(optimizer, zero.SharedUpdate)
+            architecture, optimizer = mixed(zero.SharedPasses, architecture), mixed(zero.SharedUpdate, optimizer)
             self.peers = zero.Nccl(ranks, settings.B * settings.T)  # takes memory, before check_memory
         super().__init__(architecture, config, settings, matmul)
         self.ranks, self.precision, device = ranks, settings.precision, self.device
@@ -243,8 +247,8 @@ class Trainer(ForwardPasses):
     # -- an update: prepare, once; then begin_step and end_step
 
     def prepare(self, batch=None):
-        """Run a batch, (inputs, targets), by default of random tokens, which loads all kernels, and capture the step as
-        a graph. Changes no weight. FP8's first scales are those for the first rank's batch."""
+        """Run a batch, (inputs, targets), by default of random tokens, which loads the layers' kernels, and capture the
+        step as a graph. Changes no weight. FP8's first scales are those for the first rank's batch."""
         settings = self.settings
         if batch is None:
             batch = np.random.default_rng(0).integers(0, self.config.V, (2, settings.B, settings.T), dtype=np.int32)
@@ -304,9 +308,14 @@ class Trainer(ForwardPasses):
             self.model.backward(acts, sorted_tokens(batch, 0), scale)
 
     def update_now(self, learning_rate):
-        with self.device.stream:
+        """Raises UserError if the loss or the norm is not finite: no weight changes from then on."""
+        number, self.steps_begun = self.steps_begun, self.steps_begun + 1
+        with self.device.stream as stream:
             copy_to_gpu(self.batch.learning_rate, np.array([learning_rate], np.float32))
             self.model.update(self)
+            stream.synchronize()
+        loss, norm, *_ = self.reports[number % 2].item()
+        check_update(number, loss, norm)
 
     def wait(self, event):
         """Wait for an event of the GPU. Of several GPUs: raises UserError if another rank, or NCCL, fails meanwhile,
@@ -323,7 +332,7 @@ class Trainer(ForwardPasses):
         staged.learning_rate[0] = learning_rate
         for i, (inputs, targets) in enumerate(batches):
             staged.inputs[i], staged.targets[i] = inputs, targets
-            sort_tokens(staged.order[i], staged.piece_begins[i], staged.piece_tokens[i], inputs)
+            sort_tokens(staged.order[i], staged.piece_begins[i], staged.piece_tokens[i], staged.inputs[i])
 
     def complete_weights(self):
         """Between two updates, complete self.params on every rank. All ranks must call this."""

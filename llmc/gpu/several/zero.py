@@ -127,8 +127,8 @@ class Nccl:
 
 class Several:
     """What of a step is on the communication stream: messages, and the events at which they have arrived. Messages are
-    lists of functions of a stream. gradient_sends[(name, layer) or REST] sends a micro-batch's gradients to their
-    owners, and receives all ranks' gradients of this rank's part; weight_sends[layer, or None for the rest] sends this
+    lists of functions of a stream. gradient_sends[(name, layer or None) or REST] sends a micro-batch's gradients to
+    their owners, and receives all ranks' of this rank's part; weight_sends[layer, or None for the rest] sends this
     rank's new weights to all. What has equal parts is sent by a collective of its own, the others by a group of
     point-to-point messages; so are small segments of the rest, because a copy engine takes 20 us to start, which
     nothing hides at the end of a backward pass."""
@@ -337,11 +337,6 @@ def matrix_parts(shares, stack, rank):
             if owner == rank:
                 here.append((source, slice(begin - edges[owner], end - edges[owner])))
     return there, here
-
-
-def on_several(kind, mixin):
-    """A page's class for several GPUs: its model with SharedPasses, its optimizer with SharedUpdate."""
-    return type(kind.__name__, (mixin, kind), {})
 
 
 @dataclasses.dataclass
