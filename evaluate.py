@@ -30,7 +30,7 @@ import warnings
 
 import numpy as np
 
-from llmc.dataloader import find_files, names_shards, open_tokens, validation_name
+from llmc.dataloader import find_files, names_shards, open_tokens, tokenizer_beside, validation_name
 from llmc.errors import Parser, UserError, run_main
 from llmc.files import HELLASWAG
 from llmc.hellaswag import count_correct, load_examples
@@ -38,6 +38,7 @@ from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.progress import print_table
 from llmc.resume import model_file, newest_checkpoint, read_notes
 from llmc.tensors import table_bytes
+from llmc.tokenizer import read_tokenizer
 from llmc.api import load_model, load_with_vocabulary, on_gpu
 from prepro.common import progress_bar
 
@@ -148,8 +149,14 @@ def evaluate_data(model, files, tokenizer, B, T, stride):
     }
 
 
-def open_files(pattern, V, most):
-    """Return the token arrays of --data, cut to `most` tokens in all (0: no limit)."""
+def open_files(pattern, V, most, tokenizer=None):
+    """Return the token arrays of --data, cut to `most` tokens in all (0: no limit). Raises UserError if they are of
+    another vocabulary than `tokenizer`."""
+    beside = tokenizer_beside(pattern)
+    if tokenizer and os.path.lexists(beside):
+        found = read_tokenizer(beside)
+        if (found.tokens, found.eot) != (tokenizer.tokens, tokenizer.eot):
+            raise UserError(f"--data {pattern}: {beside} is another vocabulary than the model's, {tokenizer.path}")
     paths = find_files(pattern if names_shards(pattern) else f"{pattern}_val.bin")
     if not paths:
         raise UserError(f"--data {pattern}: no file matches")
@@ -244,7 +251,7 @@ def evaluate(args):
                         " other")
     stride, files, choices = min(args.stride or T // 2, T), [], {}
     if hasattr(args, "data"):
-        files = open_files(args.data, config.V, args.tokens)
+        files = open_files(args.data, config.V, args.tokens, tokenizer)
     hint = "pass --context" if T < config.maxT else "this is the model's longest sequence: train one with -t"
     for flag in CHOICES:
         if hasattr(args, flag):

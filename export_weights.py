@@ -207,8 +207,7 @@ def load_model(name, vocabulary):
     if name in PRETRAINED:
         return *read_hf_folder(fetch_pretrained(f"openai-community/{name}")), PRETRAINED[name]
     if os.path.exists(name):
-        is_folder = os.path.exists(os.path.join(name, "config.json"))
-        label = os.path.basename(os.path.abspath(name if is_folder else model_file(name))).removesuffix(".bin")
+        label = os.path.basename(os.path.abspath(name)).removesuffix(".bin")
         return *load_any(name), re.sub(f"^({'|'.join(PAGES.values())})_", "", label)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return *read_hf_folder(fetch_pretrained(name)), name.partition("/")[2]

@@ -65,6 +65,8 @@ def find_texts(names):
             raise UserError(f"{name}: no file matches")
         for match in matches:
             if not os.path.isdir(match):
+                if os.path.exists(match) and not os.path.isfile(match):
+                    raise UserError(f"{match}: expected a file, which can be read twice: save what comes through it")
                 open_input(match, HINT).close()  # fail now if it cannot be read
                 paths[os.path.realpath(match)] = match, False
                 continue

@@ -10,8 +10,8 @@ validates after the last step, unless -s and --final_reports say so.
 
 At the end it prints a table, best validation loss first, writes it to sweep.csv there, and draws sweep.png: the last
 validation loss against the flag with the most values, a line for each combination of the others, through the mean of
-several seeds. Ctrl-C saves the runs and stops; the same command resumes them, also after a crash, and also with other
-values of the same flags. If a run fails, it is named, the others go on, and the exit status is 1.
+several seeds. Ctrl-C saves the runs and stops; the same command resumes them, also with other values of the same flags.
+If a run fails, it is named, the others go on, and the exit status is 1.
 """
 
 import csv
@@ -32,7 +32,7 @@ import numpy as np
 from llmc.errors import UserError, import_package, run_main
 from llmc.files import locked, make_directory, replacing
 from llmc.gpu.device import count_gpus
-from llmc.settings import Settings, field_flags, flag_of, parse_settings, with_default
+from llmc.settings import Settings, field_flags, flag_of, parse_settings
 from plot_log import add_legend, picture
 
 RESULTS = {"val_loss": ".6f", "best_val_loss": ".6f", "train_loss": ".6f", "seconds": ".1f"}
@@ -42,19 +42,17 @@ class Run(NamedTuple):
     values: dict  # of the swept flags: {field of the settings: value}
     arguments: list  # for the trainer
     directory: str
-    finished: str  # the file that says so, with the arguments inside
+    started = property(lambda self: os.path.join(self.directory, "started.txt"))  # has the arguments
+    finished = property(lambda self: os.path.join(self.directory, "finished.txt"))
 
 
 def plan(argv, trainer):
     """Return (settings of the first run, swept fields, runs); the trainer's parser checks every combination."""
-    settings_class = dataclasses.make_dataclass("SweepSettings", [
-        ("sample_every", int, with_default(trainer, "sample_every", 0)),
-        ("final_reports", int, with_default(trainer, "final_reports", 1)),
-    ], bases=(trainer,))
     words = (re.fullmatch(r"(--?\w+=)?(.*)", word, re.DOTALL).groups("") for word in argv)
     choices = [[flag + value for value in values.split(",")] for flag, values in words]
     description = (__doc__ or "\n").split("\n")[1]
-    lines = [parse_settings(settings_class, description, line) for line in itertools.product(*choices)]
+    combinations = [("--sample_every=0", "--final_reports=1", *line) for line in itertools.product(*choices)]
+    lines = [parse_settings(trainer, description, line) for line in combinations]
     first = lines[0]
     swept = [field.name for field in dataclasses.fields(first)
              if len({getattr(settings, field.name) for settings in lines}) > 1]
@@ -68,7 +66,7 @@ def plan(argv, trainer):
     if not swept:
         raise UserError("no flag has several values: separate them by commas, as in -l 3e-4,6e-4")
     runs = {}
-    for settings in lines:
+    for settings, words in zip(lines, combinations):
         values = {name: getattr(settings, name) for name in swept}
         name = "_".join(f"{field_flags(settings.__dataclass_fields__[key])[0].lstrip('-')}="
                         + re.sub(r"[^\w.+-]", "-", str(value)) for key, value in values.items())
@@ -76,10 +74,8 @@ def plan(argv, trainer):
             raise UserError(f"{name}: two runs would have this name: give each value once")
         settings = dataclasses.replace(settings, output=os.path.join(first.output, name), resume=1)
         settings.check()  # also the name of the directory
-        changed = [(field_flags(field)[-1], getattr(settings, field.name)) for field in dataclasses.fields(trainer)
-                   if getattr(settings, field.name) != field.default]
-        arguments = [flag if value is True else f"{flag}={value}" for flag, value in changed]
-        runs[name] = Run(values, arguments, settings.output, os.path.join(settings.output, "finished.txt"))
+        arguments = [*words, f"--output={settings.output}", "--resume=1"]
+        runs[name] = Run(values, arguments, settings.output)
     return first, swept, list(runs.values())
 
 
@@ -95,6 +91,8 @@ def train_all(runs, program, slots):
                 while queue and free:
                     run, slot = queue.pop(0), free.pop(0)
                     make_directory(run.directory)
+                    with replacing(run.started) as f:
+                        f.write(shlex.join(run.arguments).encode())
                     with open(os.path.join(run.directory, "output.txt"), "ab") as f:
                         command = [sys.executable, os.path.join(ROOT, program), *run.arguments]
                         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=f,
@@ -105,8 +103,7 @@ def train_all(runs, program, slots):
                     run, slot = running.pop(process)
                     free.append(slot)
                     if process.returncode == 0:
-                        with replacing(run.finished) as f:
-                            f.write(shlex.join(run.arguments).encode())
+                        open(run.finished, "w").close()
                     else:
                         failed.append(run.directory)
                         with open(os.path.join(run.directory, "output.txt"), errors="replace") as f:
@@ -168,8 +165,10 @@ def main():
     settings, swept, runs = plan(sys.argv[1:], trainer)
     program, slots = "train_gpt2_cuda.py" if gpus else "train_gpt2.py", [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus]
     with locked(settings.output):
-        waiting = [run for run in runs if not os.path.exists(run.finished)
-                   or open(run.finished).read() != shlex.join(run.arguments)]
+        for run in runs:
+            if os.path.exists(run.started) and open(run.started).read() != shlex.join(run.arguments):
+                raise UserError(f"{run.directory}: a run with other flags: pass the same, or another -o")
+        waiting = [run for run in runs if not os.path.exists(run.finished)]
         print(f"{len(runs)} runs of {program}, {len(waiting)} to train; on {len(gpus) or 'no'} GPUs")
         try:
             failed = train_all(waiting, program, slots or [{}])

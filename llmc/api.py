@@ -149,7 +149,7 @@ class Model:
         if self.batch is None:
             raise UserError("backward: expected a call of forward right before it")
         self.compute_gradients()
-        self.has_gradients = True
+        self.batch, self.has_gradients = None, True
 
     def update(self, learning_rate):
         """One step of AdamW."""

@@ -16,8 +16,7 @@ KINDS = {
     MODEL_MAGIC: "GPT-2 checkpoint of train_gpt2.py", LLAMA_MAGIC: "Llama 3 checkpoint of train_llama3.py",
     STATE_MAGIC: "debug state", TOKENIZER_MAGIC: "tokenizer", TOKENS_MAGIC: "token file", TOKENS32_MAGIC: "token file",
     EXAMPLES_MAGIC: "file of evaluation examples", OPTIMIZER_MAGIC: "checkpoint's optimizer state",
-    SPEEDRUN_MAGIC: "checkpoint of train_speedrun.py",
-}  # fmt: skip
+    SPEEDRUN_MAGIC: "checkpoint of train_speedrun.py"}
 HEADER_BYTES = 1024
 FILE_CHUNK = 1 << 20  # elements that file readers and writers hold at a time
 EXPORT = "make it with: python export_weights.py"  # for a missing model or tokenizer

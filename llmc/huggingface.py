@@ -29,15 +29,13 @@ LLAMA_SIZES = {"maxT": "max_position_embeddings", "V": "vocab_size", "L": "num_h
                "NH": "num_attention_heads", "C": "hidden_size", "F": "intermediate_size"}
 LLAMA_EXPECTED = {  # what this Llama computes
     "hidden_act": ("silu",), "attention_bias": (False, None), "mlp_bias": (False, None), "is_causal": (True,),
-    "partial_rotary_factor": (1.0, None), "tie_word_embeddings": (False, True),
-}  # fmt: skip
+    "partial_rotary_factor": (1.0, None), "tie_word_embeddings": (False, True)}
 LLAMA_FIELDS = {*LLAMA_SIZES.values(), *LLAMA_EXPECTED, "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta",
                 "rope_scaling", "rope_parameters", "sliding_window", "layer_types"}
 LLAMA_LAYER = {  # module within a layer: our tensor
     "input_layernorm": "ln1w", "self_attn.q_proj": "qkvw", "self_attn.k_proj": "qkvw", "self_attn.v_proj": "qkvw",
     "self_attn.o_proj": "attprojw", "post_attention_layernorm": "ln2w", "mlp.up_proj": "fcw", "mlp.gate_proj": "fcw",
-    "mlp.down_proj": "fcprojw",
-}  # fmt: skip
+    "mlp.down_proj": "fcprojw"}
 
 
 def llama_config_of(hf, path, Config):
@@ -92,14 +90,12 @@ def llama_slices(config, tensors):
 GPT2_LAYER = {  # our name -> the module's name within a layer
     "ln1w": "ln_1.weight", "ln1b": "ln_1.bias", "qkvw": "attn.c_attn.weight", "qkvb": "attn.c_attn.bias",
     "attprojw": "attn.c_proj.weight", "attprojb": "attn.c_proj.bias", "ln2w": "ln_2.weight", "ln2b": "ln_2.bias",
-    "fcw": "mlp.c_fc.weight", "fcb": "mlp.c_fc.bias", "fcprojw": "mlp.c_proj.weight", "fcprojb": "mlp.c_proj.bias",
-}  # fmt: skip
+    "fcw": "mlp.c_fc.weight", "fcb": "mlp.c_fc.bias", "fcprojw": "mlp.c_proj.weight", "fcprojb": "mlp.c_proj.bias"}
 GPT2_GLOBAL = {"wte": "wte.weight", "wpe": "wpe.weight", "lnfw": "ln_f.weight", "lnfb": "ln_f.bias"}
 GPT2_EXPECTED = {  # what this GPT-2 computes
     "model_type": ("gpt2",), "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
-    "tie_word_embeddings": (True,), "is_causal": (True,),
-}  # fmt: skip
+    "tie_word_embeddings": (True,), "is_causal": (True,)}
 GPT2_SIZES = {"maxT": "n_positions", "V": "vocab_size", "L": "n_layer", "NH": "n_head", "C": "n_embd"}
 GPT2_FIELDS = {*GPT2_SIZES.values(), *GPT2_EXPECTED, "n_inner"}
 

@@ -196,7 +196,7 @@ class Loop(contextlib.AbstractContextManager):
         self.console.wait_for("saving")
         batch = (self.settings.B, self.settings.T, self.settings.spread)
         progress = Progress(done, self.random.state, self.train_loader.position, batch)
-        notes = {name: getattr(self.settings, name) for name in ("update_tokens", "data", "val_data")}
+        notes = {name: getattr(self.settings, name) for name in ("update_tokens", "data", "val_data", "model")}
         self.saver.save(progress, {**notes, "lowest": self.lowest} if self.settings.patience else notes)
         self.saved = done
 

@@ -51,9 +51,7 @@ class Console:
             "data": f"{settings.data}: {loader.batches_per_epoch} batches of {settings.B} x {settings.T} tokens,"
                     f" {validates} to validate",
             "run": f"{settings.steps} steps of {settings.update_tokens} tokens: {epochs:.2f} epochs",
-            "device": device,
-            "output": settings.output or "none; with -o DIR, the model is saved there",
-        }  # fmt: skip
+            "device": device, "output": settings.output or "none; with -o DIR, the model is saved there"}
         if settings.verbose:
             print_table([vars(settings).items(), rows.items()])
         else:

@@ -16,8 +16,7 @@ from llmc.files import HELLASWAG
 RENAMED = {  # llm.c's flags that are written otherwise here: doc/formats.md has a table of all
     "-h": "--hellaswag", "-r": "--recompute", "-f": "--tf32", "-w": "--master_weights", "--input_bin": "-i",
     "--input_val_bin": "-j", "--output_dir": "-o", "--val_loss_every": "-v", "--val_max_steps": "-m",
-    "--num_iterations": "-x", "--warmup_iters": "-u", "--learning_rate_decay_frac": "-q",
-}  # fmt: skip
+    "--num_iterations": "-x", "--warmup_iters": "-u", "--learning_rate_decay_frac": "-q"}
 WHOLE = {"-x": 0, "-d": 0, "-m": 2**31 - 1}  # what -1 means: one epoch; a batch on each GPU; all validation data
 NOTHING_TO_SET = {
     "-ge": "GELU is always fused", "-lg": "nvidia-smi shows a GPU's state", "--dtype": "a CPU run is in float32",
@@ -25,8 +24,7 @@ NOTHING_TO_SET = {
     "--write_tensors": "export_weights.py writes them",
     **dict.fromkeys(("-z", "--zero_stage"), "the optimizer's state is always shared among the GPUs"),
     **dict.fromkeys(("--compile", "--tensorcores", "--flash"), "it is PyTorch's"),
-    **dict.fromkeys(("-pn", "-pr", "-pg", "-pm", "-ps", "-pf"), "torchrun, mpirun or srun says which process this is"),
-}  # fmt: skip
+    **dict.fromkeys(("-pn", "-pr", "-pg", "-pm", "-ps", "-pf"), "torchrun, mpirun or srun says which process this is")}
 
 
 def option(default, *flags, group, help, **argparse_options):
@@ -120,10 +118,11 @@ class Settings:
     def fit_to_text(self, updates):
         """Limit from_scratch's default of -x to ten epochs of `updates` each, as more would make a model memorize a
         small text, and the default of -u with it."""
-        if self.given is not None and "steps" not in self.given:
-            self.steps = min(self.steps, 10 * max(1, updates))
+        if self.given is not None:
+            if "steps" not in self.given:
+                self.steps = min(self.steps, 10 * max(1, updates))
             if "warmup_steps" not in self.given:
-                self.warmup_steps = min(self.warmup_steps, self.steps // 10)
+                self.warmup_steps = min(self.warmup_steps, (self.steps or updates) // 10)
 
     @classmethod
     def from_scratch(cls, depth, given):

@@ -124,7 +124,8 @@ class Folder(Vocabulary):
                 found = found if isinstance(found, list) else [found]
                 if not all(type(id) is int and id >= 0 for id in found):
                     raise UserError(f"{self.prefix}{name}: {key} is {found}, expected a token's id, or a list of them")
-                return found
+                if found := [id for id in found if self.backend.id_to_token(id)]:  # some have GPT-2's, whatever theirs
+                    return found
         return []
 
     def bytes_of(self, id):
@@ -222,14 +223,18 @@ def read_vocabulary(path):
 
 
 def save_vocabulary(path, vocabulary, version=2):
-    """Write a vocabulary as llm.c's tokenizer file and, of a folder, beside it what can encode and chat."""
+    """Write a vocabulary as llm.c's tokenizer file and, beside it, a folder's files, to encode and chat, or none."""
     write_tokenizer(path, vocabulary.tokens, vocabulary.eot, version)
+    prefix, files = os.fspath(path).removesuffix("tokenizer.bin"), {}
     if isinstance(vocabulary, Folder):
         files = {"generation_config.json": json.dumps({"eos_token_id": vocabulary.ends}).encode()} | {
             name: source.read_bytes() for name in FOLDER_FILES if (source := Path(vocabulary.prefix + name)).exists()}
-        for name, data in files.items():
-            with replacing(path.removesuffix("tokenizer.bin") + name) as f:
-                f.write(data)
+    for name in FOLDER_FILES:
+        if name not in files:
+            Path(prefix + name).unlink(missing_ok=True)
+            continue
+        with replacing(prefix + name) as f:
+            f.write(files[name])
 
 
 def load_vocabulary(model, V, path=None):

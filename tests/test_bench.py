@@ -70,9 +70,11 @@ def test_a_sweep_s_runs_table_and_picture(workplace, run_here, monkeypatch):
     rows = list(csv.reader(open("s/sweep.csv", newline="")))
     assert rows[0] == ["learning_rate", "seed", "state", *sweep.RESULTS]
     assert [row[2] for row in rows[1:]] == ["finished"] * 2 + ["failed"] * 2
+    assert " lr 1.00e-03 " in Path("s/l=0.001_seed=1/output.txt").read_text()
     assert Path("s/sweep.png").read_bytes().startswith(b"\x89PNG")
     for flags, words in ((("-l", 0.1), "no flag has several values"), (("-l", "0.1,0.2,1e-1"), "two runs"),
-                         (("-o", "s,t"), "one value")):
+                         (("-o", "s,t"), "one value"),
+                         (("-x", 9, "--seed", "1,2", "-l", "1e-3,1e38"), "s/l=0.001_seed=1: a run with other flags")):
         assert_one_line_error(run_here(sweep, *SWEEP, *flags, check=False), words)
 
 

@@ -69,7 +69,7 @@ def test_the_newest_model_of_a_run_and_its_end_of_text(tmp_path, run_here):
     run_here(e, "--to_hf", run, tmp_path / "hf")
     run_here(e, "--model", run, "--output_dir", tmp_path / "out")
     for config, params in (e.read_hf_folder(tmp_path / "hf")[1:],
-                           read_model(tmp_path / "out" / "gpt2_model_00000020.bin", GPT2)):
+                           read_model(tmp_path / "out" / f"gpt2_{run.name}.bin", GPT2)):
         assert config == SMALL and np.array_equal(flat(params), flat(random_params(SMALL, 20)))
     config = transformers.GPT2Config.from_pretrained(tmp_path / "hf")
     assert (config.bos_token_id, config.eos_token_id) == (0, 0)
