@@ -220,7 +220,8 @@ def make_bpe(size, texts, field, folder):
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, special_tokens=[EOT], initial_alphabet=letters.alphabet(),
                                              max_token_length=255, show_progress=False)
     with progress_bar(total_size(texts), "making tokens", "B") as advance:
-        pieces = (text for path, found in texts.items() for _, text in documents(path, field, found, advance))
+        pieces = (re.sub(r"(\S{1000})(?=\S)", r"\1 ", text)  # a long word takes time by the square of its length
+                  for path, found in texts.items() for _, text in documents(path, field, found, advance))
         tokenizer.train_from_iterator(pieces, trainer)
     tokenizer.save(os.path.join(folder, "tokenizer.json"))
     with open(os.path.join(folder, "generation_config.json"), "w") as f:
