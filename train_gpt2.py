@@ -11,11 +11,11 @@ which other pages share, are in llmc/. test_gpt2.py compares this file with PyTo
         step  1/41 | train loss 5.3562 | 0.64 s | 402 tok/s | 26 s left
 
 Names, here and everywhere: B batch size, T sequence length, C channels, NH heads, HS = C / NH head size, L layers,
-V vocabulary size, Vp the same padded to a multiple of 128, maxT longest sequence, OC output channels; b t h c l are
-their indices; N is a number of rows or of elements. `dx` is the gradient of the loss with respect to x.
+V vocabulary size, Vp the same padded to a multiple of 128, maxT longest sequence, OC output channels; l is a layer's
+index, N a number of rows or of elements. `dx` is the gradient of the loss with respect to x.
 
-Layers are functions: outputs first, then saved statistics, inputs, weights, sizes. Each says which outputs it writes
-(=) and which it adds to (+=). CUDA kernels, which may do the work of two, are checked against these functions.
+Layers are functions: outputs first, sizes last; of a forward pass, saved statistics, inputs, weights in between. Each
+says which outputs it writes (=) and which it adds to (+=). CUDA kernels are checked against these functions.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
@@ -54,10 +54,10 @@ class Config:
     C: int
     Vp: int  # V padded with zero rows (V itself in a file without padding)
 
-    HEADER_BYTES, PADDED, STATES = 1024, True, (STATE_MAGIC, 1, 2)  # PADDED: files have Vp rows; STATES: debug states
+    HEADER_BYTES, PADDED, STATES = 1024, True, (STATE_MAGIC, 1, 2)  # files have Vp rows; debug states: magic, versions
 
-    HS, NKV, F = (property(size) for size in (  # Llama 3's names: head size; key and value heads; feed-forward channels
-        lambda self: self.C // self.NH, lambda self: self.NH, lambda self: 4 * self.C))
+    HS = property(lambda self: self.C // self.NH)  # Llama 3's names: head size; next: key and value heads,
+    NKV, F = property(lambda self: self.NH), property(lambda self: 4 * self.C)  # feed-forward channels
 
     @classmethod
     def from_header(cls, header):
@@ -121,9 +121,9 @@ def random_model(name, V, seed=42, maxT=1024):
 
 
 def random_params(table, V, L, seed):
-    """Weights N(0, 0.02), projections into the residual stream N(0, 0.02 / sqrt(2 L)), biases 0, layernorm weights 1.
-    Language Models are Unsupervised Multitask Learners, Radford et al. 2019. Each block of a tensor has its own random
-    generator, so that the weights do not depend on the number of threads, nor wpe[t] on maxT."""
+    """Standard deviations: 0.02, of projections into the residual stream 0.02 / sqrt(2 L), a factor of Radford et al.
+    2019, Language Models are Unsupervised Multitask Learners; biases 0, layernorm weights 1. Each block of a tensor has
+    its own random generator, so that the weights do not depend on the number of threads, nor wpe[t] on maxT."""
     params = allocate(table)
 
     def fill(tensor, number, std, start, stop):
@@ -170,7 +170,7 @@ def activation_table(config, B, T):
 
 
 def scratch_table(config, B, T):
-    """name -> Row for the gradients of activations. Each is reused by every layer, from the last to the first."""
+    """name -> Row for the gradients of activations. All but dlosses serve each layer, from the last to the first."""
     NH, C = config.NH, config.C
     return {
         "dresidual": Row((B, T, C)),  # of the residual stream; lives through the whole backward pass
@@ -190,7 +190,7 @@ def cache_table(config, B, T, dtype="float32"):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# layers, in network order; each backward cites the forward lines that it differentiates, last to first
+# layers, in network order, and AdamW; a backward pass cites the forward lines that it differentiates, last to first
 
 
 def encoder_forward(out, inp, wte, wpe, B, T, C):
@@ -305,13 +305,13 @@ def attention_forward(out, preatt, att, inp, B, T, C, NH):
 
 
 def attention_block(B, T, HS):
-    """Sequences that a thread takes at a time; all B where OpenBLAS runs a matmul on all threads, as above 64^3."""
+    """Sequences that a thread takes at a time; all B where OpenBLAS shares a matmul among its threads: above 64^3."""
     return 1 if T * T * HS <= 64**3 else B
 
 
 def attention_decode(out, att, keys, values, inp, position, B, T, C, NH):
     """Causal attention of T new positions, from `position` on: out (B,T,C) =; att (B,NH,T,position+T) =, as above.
-    keys, values (B,NH,maxT,HS) are the cache; inp's (B,T,3C) are appended to it first."""
+    keys, values (B,NH,>=position+T,HS) are the cache; inp's (B,T,3C) are appended to it first."""
     HS, context = C // NH, position + T
     query, key, value = np.moveaxis(inp.reshape(B, T, 3, NH, HS), (2, 3), (0, 2))
     keys[:, :, position:context], values[:, :, position:context] = key, value
@@ -419,7 +419,7 @@ def softmax_forward(probs, logits, B, T, V):
 
 
 def crossentropy_forward(losses, logits, probs, targets, B, T, V):
-    """losses (B,T) = -log of the probability of each target (B,T): if float32 rounds that to 0, from logits (B,T,V)."""
+    """losses (B,T) = -log of each target's probability; below float32's smallest normal number, from logits (B,T,V)."""
     p, tiny = np.take_along_axis(probs, targets[..., None], axis=-1)[..., 0], np.finfo(np.float32).tiny
     np.negative(np.log(np.maximum(p, tiny)), out=losses)
     x, t = logits[p < tiny], targets[p < tiny, None]  # log(sum(exp(x))) is the largest x - log(its probability)
@@ -552,7 +552,7 @@ class GPT2:
         self.recent = np.zeros(2, RECENT)  # losses and norms, if outliers are skipped
 
     def trunk(self, inputs):
-        """Token ids (B, T) -> acts.lnf (B, T, C): all but the classifier."""
+        """Token ids (B, T) -> acts, up to lnf (B, T, C): all but the classifier."""
         acts = views(self.activation_table(self.config, *inputs.shape), self.activations_buffer)
         self.inputs, self.acts = inputs, acts
         self.forward_layers(acts, self.params, self.config, inputs, 0, self.attend, matmul_forward)
@@ -619,7 +619,7 @@ class GPT2:
     def norm_and_scale(self, settings):
         """The norm of the gradients, None if no setting needs it, and the factor that clips them."""
         norm = global_norm(flat(self.grads), flat(self.grads).size) if settings.needs_norm else None
-        return norm, settings.grad_clip / norm if settings.grad_clip and norm > settings.grad_clip else 1.0
+        return norm, (settings.grad_clip / norm if settings.grad_clip and norm > settings.grad_clip else 1.0)
 
 
 def matmul_few_rows(out, inp, weight, bias, B, T, C, OC):
@@ -629,7 +629,7 @@ def matmul_few_rows(out, inp, weight, bias, B, T, C, OC):
         np.matmul(inp, weight.T, out=out)
     elif B * T > 8 or OC <= C:
         out[...] = np.matmul(weight, inp.T).T
-    else:  # for fewer still, NumPy's own loop reads a tall weight faster
+    else:  # for fewer still, a dot product for each row of a tall weight is faster
         parallel_blocks(lambda start, stop: np.vecdot(weight[start:stop, None], inp, out=out.T[start:stop]), OC,
                         max(1, 4 * BLOCK // C))
     if bias is not None:
@@ -668,7 +668,7 @@ class Decoder:
         return rows | {"att": Row((B, config.NH, T, context)), "logits": Row((B, config.V))}
 
     def logits(self, tokens, position):
-        """tokens (B, T) at the positions from `position` on -> logits (B, V) of the next token, until the next pass."""
+        """tokens (B, T), the first at `position` -> logits (B, V) of the next token, which the next pass overwrites."""
         step = positions_at_once(len(tokens), self.T)
         for begin in range(0, tokens.shape[1], step):
             logits = self.forward(tokens[:, begin : begin + step], position + begin)
@@ -709,7 +709,7 @@ def memory_plan(architecture, config, settings):
         *((parameters, f"{architecture.Optimizer.__name__}'s {name}") for name in architecture.Optimizer.STATE),
         (table_bytes(architecture.activation_table(config, B, T)), "activations"),
         (table_bytes(architecture.scratch_table(config, B, T)), "gradients of activations"),
-        *([(sum(map(table_bytes, architecture.Decoder.tables(config, 1, T))), "text")] * (settings.sample_every > 0)),
+        *([(sum(map(table_bytes, architecture.Decoder.tables(config, 1, T))), "text")] if settings.sample_every else [])
     ]
 
 
@@ -730,15 +730,14 @@ def main(architecture=GPT2):
 
 
 def train_step(model, loader, settings, step):
-    """Update `step`, from 0 -> Update. Raises UserError, before weights change, if loss or norm is not finite."""
+    """Run update `step`, from 0 -> Update. Raises UserError, before weights change, if loss or norm is not finite."""
     start, loss = time.perf_counter(), 0.0
     for micro_step in range(settings.micro_steps):
         loss += model.forward(*loader.next_batch()) / settings.micro_steps
         check_update(step, loss)
         model.backward(micro_step, settings.micro_steps)
-    (norm, grad_scale), z_scores, skipped = model.norm_and_scale(settings), None, None
-    if settings.skips_outliers:
-        z_scores, skipped = judge(settings, model.recent, loss, norm)
+    norm, grad_scale = model.norm_and_scale(settings)
+    z_scores, skipped = judge(settings, model.recent, loss, norm) if settings.skips_outliers else (None, None)
     if not skipped:
         check_update(step, loss, norm)
         rate = learning_rate_at(settings, step)

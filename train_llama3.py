@@ -18,7 +18,6 @@ import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy
 
 import dataclasses
 import functools
-import itertools
 import math
 
 import numpy as np
@@ -59,7 +58,7 @@ class Config:
 
     HEADER_BYTES, PADDED, STATES = 2048, False, (LLAMA_MAGIC, 3)  # 256 int32, 256 float32; V rows
 
-    Q, K = (property(size) for size in (lambda self: self.NH * self.HS, lambda self: self.NKV * self.HS))
+    Q, K = property(lambda self: self.NH * self.HS), property(lambda self: self.NKV * self.HS)
 
     @classmethod
     def from_header(cls, header):
@@ -99,8 +98,8 @@ class Config:
         biases = dict(ln1w=L * C, qkvw=L * (self.Q + 2 * self.K), attprojw=L * C, ln2w=L * C, fcw=2 * L * self.F,
                       fcprojw=L * C, lnfw=C)
         head = "wte" if self.tied else "lm_head"
-        pairs = (((name, sizes[name]), (None, size)) for name, size in biases.items())
-        return [("wte", sizes["wte"]), (head, sizes[head]), *itertools.chain(*pairs)]
+        return [("wte", sizes["wte"]), (head, sizes[head]),
+                *(pair for name, size in biases.items() for pair in ((name, sizes[name]), (None, size)))]
 
     def describe(self):
         scaled = f" rope factor={self.factor}" if self.factor else ""
@@ -264,7 +263,7 @@ def split_heads(qkv, B, T, NH, NKV, HS):
 def attention_forward(out, att, inp, B, T, NH, NKV, HS, keys=None, values=None, position=0):
     """Causal attention of grouped queries: query head h reads key and value head h // (NH/NKV). out (B,T,Q) =; att
     (B,NH,T,T) = softmax of the scaled scores, 0 above the diagonal. inp (B,T,Q+2K). With a cache, keys and values
-    (B,NKV,maxT,HS), inp is of T positions from `position` on, and att is (B,NH,T,position+T).
+    (B,NKV,>=position+T,HS), inp is of T positions from `position` on, and att is (B,NH,T,position+T).
 
     GQA, Ainslie et al. 2023, https://arxiv.org/abs/2305.13245
     """
@@ -303,7 +302,7 @@ def attention_backward(dinp, datt, dout, inp, att, B, T, NH, NKV, HS):
     def batch(start, stop):
         for b in range(start, stop):
             a, d = att[b], datt[b]
-            # axis 1: the query heads of a group, whose gradients meet here and in dkey; heads = att @ value
+            # heads = att @ value; a group's query heads, axis 1, share dvalue and, below, dkey: sums over them
             np.add.reduce(np.matmul(np.swapaxes(a, 2, 3), dheads[b]), axis=1, keepdims=True, out=dvalue[b])
             np.matmul(dheads[b], np.swapaxes(value[b], 2, 3), out=d)
             d -= np.vecdot(a, d)[..., None]  # att = softmax(scores)
@@ -360,7 +359,7 @@ def forward_layers(acts, params, config, inputs, position, attend, matmul):
     """Token ids (B, T) at the positions from `position` on -> acts.lnf (B, T, C), as GPT-2's."""
     (B, T), N = inputs.shape, inputs.size
     rope = rope_table(config, T, position)
-    NH, NKV, HS, C, Q, F, eps = (getattr(config, name) for name in ("NH", "NKV", "HS", "C", "Q", "F", "eps"))
+    NH, NKV, HS, C, Q, F, eps = config.NH, config.NKV, config.HS, config.C, config.Q, config.F, config.eps
     encoder_forward(acts.encoded, inputs, params.wte, None, B, T, C)
     residual = acts.encoded
     for l in range(config.L):
@@ -407,9 +406,9 @@ class Llama3(GPT2):
         """Write all of `grads` but wte and lm_head from token V on, which stay 0."""
         B, T = self.inputs.shape
         config, params, acts, N = self.config, self.params, self.acts, B * T
-        NH, NKV, HS, C, Q, F, V = (getattr(config, name) for name in ("NH", "NKV", "HS", "C", "Q", "F", "V"))
+        NH, NKV, HS, C, Q, F, V = config.NH, config.NKV, config.HS, config.C, config.Q, config.F, config.V
         s = views(self.scratch_table(config, B, T), self.scratch.buffer)
-        cos, sin = rope_table(config, T)
+        cos, sin = rope_table(config, T, 0)  # the forward pass's, cached
 
         s.dlosses.fill(1.0 / (N * micro_steps))
         dlogits = acts.logits

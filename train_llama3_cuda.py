@@ -2,9 +2,9 @@
 Llama 3 training on a GPU: what it has instead of GPT-2's layers, by CUDA kernels of our own.
 
 The chapters are train_llama3.py's, and what both architectures do alike is train_gpt2_cuda.py's: read these two pages
-first. RMSNorm adds to the residual stream, as layernorm does there. Rotations (RoPE) cost no pass of their own on
-Hopper: queries and keys are rotated by the matmul that makes them, their gradients by the attention that does. SwiGLU
-and its gradient are in the matmuls before them.
+first. RMSNorm adds to the residual stream, as layernorm does there. In bfloat16 on Hopper, the matmul that makes them
+rotates queries and keys (RoPE), and SwiGLU and its gradient are in the matmul before each; elsewhere, these are kernels
+of their own. Attention's backward pass rotates gradients back.
 
     python train_llama3_cuda.py -e l12                                    # random weights
     python export_weights.py --model SmolLM2-135M-Instruct/               # of a Hugging Face folder
@@ -20,12 +20,12 @@ import numpy as np
 
 import train_llama3
 from llmc.errors import run_main
-from llmc.gpu.geometry import BLOCK_THREADS, ENCODER_PIECE, blocks, pack
+from llmc.gpu.geometry import BLOCK_THREADS, blocks, pack
 from llmc.settings import with_default
 from llmc.tensors import Row
 from train_gpt2_cuda import (GPT2, CudaSettings, Normed, attention_backward, attention_forward, column_sums,
                              decode_attention, decode_embed, decode_fc, decode_layernorm, decode_project, decode_qkv,
-                             encoder_backward, encoder_forward, launch_norm, main)
+                             encoder_backward, encoder_forward, launch_norm, main, partial_rows)
 from train_llama3 import SIZES, LlamaSettings, parameter_table, random_model, rope_table
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
     """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
     L, NH, C, F, dtype = config.L, config.NH, config.C, config.F, precision.dtype
     recomputed = {name: Row((B, T, F if name == "fch_swiglu" else C), dtype) for name in RECOMPUTED[recompute]}
-    rows = min(geometry.LAYERNORM_BLOCKS * sm_count, blocks(B * T, geometry.LAYERNORM_ROWS))
+    rows = partial_rows(B, T, sm_count, geometry)
     return {
         "forward": {"branch": Row((B, T, C), dtype), **recomputed},
         "classifier": {"logits": Row((B, T, config.Vp), dtype)},  # overwritten with their gradient
@@ -86,10 +86,10 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
             "datty": Row((B, T, config.Q), dtype),
             "D": Row((B, NH, T)),  # within attention_backward
             **recomputed,
-            "lnf_partials": Row((rows, C)),  # partial sums over rows, until column_sums adds them up
-            "ln2_partials": Row((L, rows, C), stacked=True),
-            "ln1_partials": Row((L, rows, C), stacked=True),
-            "wte_partials": Row((blocks(2 * B * T, ENCODER_PIECE), C)),  # within encoder_backward
+            "lnf_partials": Row((rows.layernorm, C)),  # partial sums over rows, until column_sums adds them up
+            "ln2_partials": Row((L, rows.layernorm, C), stacked=True),
+            "ln1_partials": Row((L, rows.layernorm, C), stacked=True),
+            "wte_partials": Row((rows.wte, C)),  # within encoder_backward
         },
     }
 
@@ -104,22 +104,22 @@ def rmsnorm_forward(device, out, rstd, inp, weight, eps, B, T, C):
 
 
 def residual_rmsnorm_forward(device, residual, out, rstd, inp1, inp2, weight, eps, B, T, C):
-    """residual (B,T,C) = inp1 (or 0) + inp2, out (B,T,C) = its RMSNorm, rstd (B,T) =. residual and inp1 have the
-    stream's dtype. In FP8, out may be a Quantized."""
+    """residual (B,T,C) = inp1 (None: 0) + inp2, out (B,T,C) = its RMSNorm, rstd (B,T) =; without residual and inp2, of
+    inp1. residual and inp1 have the stream's dtype. In FP8, out may be a Quantized."""
     launch_norm(device, "residual_rmsnorm_forward", residual, out, rstd, inp1, inp2, weight, float(eps), B * T)
 
 
 def rmsnorm_backward(device, dinp, partials, dout, inp, weight, rstd, add_residual, B, T, C):
     """dinp (B,T,C) = or, with add_residual, += (it holds the gradient of the residual stream); partials (blocks, C) =,
-    for column_sums: each block's part of dweight; in a model with biases (blocks, 2C), dinp's column sums after it. inp
-    has the residual stream's dtype."""
+    for column_sums: each block's part of dweight; in the speed run, which has biases, (blocks, 2C): of dinp's column
+    sums, too. inp has the residual stream's dtype."""
     grid, threads = (partials.shape[0],), (device.geometry.LAYERNORM_THREADS,)
     device.launch("rmsnorm_backward", grid, threads, dinp, partials, dout, inp, weight, rstd, int(add_residual), B * T)
 
 
 def matmul_rope_forward(device, linear, out, inp, rope, B, T, rotated):
-    """out (B,T,QKV) = the linear layer of inp, its first `rotated` channels, queries and keys, rotated by the angles of
-    rope (T,HS/2,2), cosines and sines."""
+    """out (B,T,Q+2K) = the linear layer of inp; out's first `rotated` channels, queries and keys, are rotated by the
+    angles of rope (T,HS/2,2), cosines and sines."""
     if linear.fuses and linear.matmul.tile(out.shape[-1], narrow=True):
         linear.forward_rope(out, inp, rope, T)
     else:
@@ -128,7 +128,7 @@ def matmul_rope_forward(device, linear, out, inp, rope, B, T, rotated):
 
 
 def rope_forward(device, qkv, rope, B, T, rotated):
-    """Rotate, in place, the first `rotated` channels, queries and keys, of qkv (B,T,QKV)."""
+    """Rotate, in place, the first `rotated` channels, queries and keys, of qkv (B,T,Q+2K)."""
     grid = (blocks(B * T * rotated, BLOCK_THREADS * pack(qkv)),)
     device.launch("rope_forward", grid, (BLOCK_THREADS,), qkv, rope, B * T, T)
 
@@ -143,8 +143,8 @@ def matmul_swiglu_forward(device, linear, out, swiglu, inp, N, F):
 
 
 def matmul_swiglu_backward_inp(device, linear, dinp, swiglu, dswiglu, dout, inp, N, F):
-    """dinp (N,2F) = the gradient of the linear layer's SwiGLU(inp) with respect to inp; swiglu (N,F) = SwiGLU(inp),
-    recomputed, if not None. dswiglu (N,F): scratch."""
+    """dinp (N,2F) = the gradient with respect to inp, SwiGLU(inp) being the linear layer's input, from dout; swiglu
+    (N,F) = SwiGLU(inp), recomputed, if not None. dswiglu (N,F): scratch."""
     if linear.fuses:
         linear.backward_inp_swiglu(dinp, dout, inp)
         if swiglu is not None:

@@ -352,7 +352,7 @@ class Speedrun(GPT2):
         """Write all of `grads` but the vocabulary's rows from token V on, which stay 0."""
         (B, T), config, params, acts = self.inputs.shape, self.config, self.params, self.acts
         NH, HS, C, V, N = config.NH, config.HS, config.C, config.V, B * T
-        s, rope = views(self.scratch_table(config, B, T), self.scratch.buffer), rope_table(config, T)
+        s, rope = views(self.scratch_table(config, B, T), self.scratch.buffer), rope_table(config, T, 0)
         dlogits = acts.probs  # in place; cap_backward reads the logits
         s.dlosses.fill(1.0 / (N * micro_steps))
         crossentropy_softmax_backward(dlogits, s.dlosses, acts.probs, self.targets, B, T, V)

@@ -7,7 +7,7 @@ import numpy as np  # noqa: F401
 
 
 def crossentropy_forward(losses, logits, probs, targets, B, T, V):
-    """losses (B,T) = -log of the probability of each target (B,T): if float32 rounds that to 0, from logits (B,T,V)."""
+    """losses (B,T) = -log of each target's probability; below float32's smallest normal number, from logits (B,T,V)."""
     raise NotImplementedError  # about 4 lines
 
 
