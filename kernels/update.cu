@@ -106,19 +106,19 @@ prepare_update(Control* control, Report* reports, const float* losses, const flo
     float loss = losses[0];
     for (int i = 1; i < micro_steps; i++) loss += losses[i];
     const float learning_rate = __int_as_float(batch[0]);
-    if (!isfinite(loss) || !isfinite(norm) && !skip_norm) control->halted = 1;  // with skip_norm: an outlier
-    if (!control->halted) control->step += 1;
-    const double correction2 = sqrt(1.0 - pow(beta2, double(control->step)));
-    control->rate = learning_rate * correction2 / (1.0 - pow(beta1, double(control->step)));
-    control->eps = eps * correction2;
-    control->learning_rate = learning_rate;
-    control->grad_scale = grad_clip > 0.0f && norm > grad_clip ? grad_clip / norm : 1.0f;
     Report report = {loss, norm, 0.0f, 0.0f};
     if (skip_loss || skip_norm) {
         report.loss_z = z_score(&recent[0], loss);
         report.norm_z = z_score(&recent[1], norm);
     }
     control->skipped = skip_loss && report.loss_z > skip_loss || skip_norm && report.norm_z > skip_norm;
+    if (!isfinite(loss) || !isfinite(norm) && !control->skipped) control->halted = 1;
+    if (!control->halted) control->step += 1;
+    const double correction2 = sqrt(1.0 - pow(beta2, double(control->step)));
+    control->rate = learning_rate * correction2 / (1.0 - pow(beta1, double(control->step)));
+    control->eps = eps * correction2;
+    control->learning_rate = learning_rate;
+    control->grad_scale = grad_clip > 0.0f && norm > grad_clip ? grad_clip / norm : 1.0f;
     reports[control->steps_begun % 2] = report;
     control->steps_begun += 1;
 }

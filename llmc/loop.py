@@ -169,7 +169,7 @@ class Loop(contextlib.AbstractContextManager):
             raise UserError(f"step {step}: the validation loss is {loss}; {DIVERGED}")
         self.console.validation(step, loss)
         self.log.validation(step, loss)
-        self.lowest, self.above = ((loss, step), 0) if loss < self.lowest[0] else (self.lowest, self.above + 1)
+        self.lowest, self.above = ((loss, step), 0) if loss <= self.lowest[0] else (self.lowest, self.above + 1)
         if self.above == max(3, settings.patience):
             self.console.overfits(step, *self.lowest)
         if self.examples:
@@ -219,8 +219,8 @@ class Saver:
     def restore(self, step, loader, random):
         """Continue from a checkpoint: the model, the data loader and the sampler's random numbers."""
         model = self.model
-        restore(self.settings, owned_by_one(model.optimizer, model.params), step, loader, random)
-        model.recent = read_recent(read_notes(self.settings.output_dir, step))
+        _, notes = restore(self.settings, owned_by_one(model.optimizer, model.params), step, loader, random)
+        model.recent = read_recent(notes)
 
     def save(self, progress, notes):
         """Write a checkpoint. progress: a Progress; notes: for JSON."""

@@ -70,8 +70,8 @@ def save_checkpoint(settings, config, params, owned, progress, notes, version=3,
         ranks.attempt(lambda: write_optimizer_state(state, owned, progress._replace(model_crc=crc)))
         ranks.attempt(lambda: write_marker() if ranks.is_first else None)
     except BaseException:
-        if not os.path.exists(marker):  # else the checkpoint is complete, and a rank has died since
-            remove([model, state] if ranks.is_first else [state])
+        if ranks.is_first and not os.path.exists(marker):  # only it knows; else a rank has died since
+            remove(settings.output_dir, progress.step)
         raise
     if ranks.is_first:
         delete_old_checkpoints(settings, progress.step, notes.get("lowest", [0, 0])[1])
@@ -82,12 +82,13 @@ def delete_old_checkpoints(settings, done, best):
     steps = [step for step in complete_checkpoints(settings.output_dir) if step <= done]
     for step in steps[: -settings.checkpoints_keep] if settings.checkpoints_keep else ():
         if step != best and step % (settings.major_checkpoint_every or 1 << 62):
-            model, state, marker = checkpoint_paths(settings.output_dir, step)
-            remove([marker, *glob.glob(rank_path(glob.escape(state), "?????")), model])
+            remove(settings.output_dir, step)
 
 
-def remove(paths):
-    for path in paths:
+def remove(directory, step):
+    """Delete a checkpoint's files, of all ranks, the marker first."""
+    model, state, marker = checkpoint_paths(directory, step)
+    for path in (marker, *glob.glob(rank_path(glob.escape(state), "?????")), model):
         with contextlib.suppress(OSError):
             os.unlink(path)
 
@@ -145,7 +146,7 @@ def read_notes(directory, step):
 
 def restore(settings, owned, step, loader, random):
     """Read a rank's share of a checkpoint's optimizer state into `owned`, and restore loader and sampler. Returns
-    whether the state has float32 weights; raises UserError for damaged files, and for flags unlike the first run's."""
+    whether the state has float32 weights, and the notes; raises UserError for damaged files, or another run's flags."""
     model, state, marker = checkpoint_paths(settings.output_dir, step)
     progress, has_exact = read_optimizer_state(state, owned, hint=go_back(marker))
     if progress.model_crc not in (None, zlib.crc32(np.memmap(model, np.uint8, "r"))):
@@ -171,7 +172,7 @@ def restore(settings, owned, step, loader, random):
     loader.seek(progress.position, state)
     random.state = progress.rng_state
     print(f"resuming at step {step} from {settings.output_dir}")
-    return has_exact
+    return has_exact, notes
 
 
 def go_back(marker):

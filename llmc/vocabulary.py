@@ -229,12 +229,11 @@ def save_vocabulary(path, vocabulary, version=2):
     if isinstance(vocabulary, Folder):
         files = {"generation_config.json": json.dumps({"eos_token_id": vocabulary.ends}).encode()} | {
             name: source.read_bytes() for name in FOLDER_FILES if (source := Path(vocabulary.prefix + name)).exists()}
-    for name in FOLDER_FILES:
-        if name not in files:
-            Path(prefix + name).unlink(missing_ok=True)
-            continue
+    for name in {*FOLDER_FILES} - {*files}:
+        Path(prefix + name).unlink(missing_ok=True)
+    for name, data in files.items():
         with replacing(prefix + name) as f:
-            f.write(files[name])
+            f.write(data)
 
 
 def load_vocabulary(model, V, path=None):

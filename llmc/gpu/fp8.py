@@ -97,8 +97,7 @@ class Fp8:
         """The matrices of some layers, after an update has changed them. again: rank 0 records their amax."""
         weights = {name: getattr(self.params, f"{name}w")[layers] for name in LINEARS}
         if layers.start == 0:
-            head = self.params.lm_head if "lm_head" in self.params.table else self.params.wte
-            weights["logits"] = head[np.newaxis]
+            weights["logits"] = getattr(self.params, "lm_head", self.params.wte)[np.newaxis]
         for name, weight in weights.items():
             plain, transposed = (getattr(self.operands, f"{name}w{t}")[layers] for t in ("", "_t"))
             self.quantize(name, layers.start, "weight", weight, plain, transposed, again)

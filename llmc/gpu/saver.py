@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from llmc.gpu.precision import describe_precision
 from llmc.loop import Saver
 from llmc.outliers import notes_on, read_recent
-from llmc.resume import read_notes, restore, save_checkpoint
+from llmc.resume import restore, save_checkpoint
 
 
 class TrainerSaver(Saver):
@@ -20,8 +20,7 @@ class TrainerSaver(Saver):
     def restore(self, step, loader, random):
         trainer, settings = self.model, self.settings
         owned = trainer.state_now(room=True)
-        has_exact = restore(settings, owned, step, loader, random)
-        notes = read_notes(settings.output_dir, step)
+        has_exact, notes = restore(settings, owned, step, loader, random)
         if trainer.fp8 and not trainer.fp8.restore(notes) and trainer.ranks.is_first:
             print("note: the checkpoint has no scales of FP8: this run finds its own", file=sys.stderr)
         trainer.set_state(owned, has_exact, step, read_recent(notes))

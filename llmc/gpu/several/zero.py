@@ -292,13 +292,10 @@ class SharedUpdate:
             self.device.wait(self.several.weights_arrived[l])
 
     def update_of(self, group):
-        if group == "all":
-            for part in ("first layer", "rest", "other layers"):
-                self.update_of(part)
-            return
-        super().update_of(group)
-        if group in self.SENT:
-            self.several.send_weights(self.SENT[group])
+        for part in ("first layer", "rest", "other layers") if group == "all" else (group,):
+            super().update_of(part)
+            if part in self.SENT:
+                self.several.send_weights(self.SENT[part])
 
     # -- of an optimizer of whole matrices, as Muon: they travel from the ranks' shares to the rank that works on them
 
