@@ -303,7 +303,7 @@ def main():
     warnings.simplefilter("ignore", RuntimeWarning)  # of overflow: logits that are not finite are an error anyway
     args = parse_arguments()
     if hasattr(sys.stdin, "reconfigure"):  # a test's has none
-        sys.stdin.reconfigure(errors="surrogateescape", newline=None)  # as in sys.argv: it may not be UTF-8
+        sys.stdin.reconfigure(errors="surrogateescape", newline=None)  # not UTF-8, as in sys.argv; CRLF
     architecture, config, params, tokenizer = load_with_vocabulary(args.model, getattr(args, "tokenizer", None))
     try:
         decoder = make_decoder(architecture, config, params, args)

@@ -5,8 +5,7 @@ Train a run for each combination of flags (-l 3e-4,6e-4 are two), on this machin
 
 The flags are those of train_gpt2_cuda.py if there is a GPU, else of train_gpt2.py. Commas separate the values of a
 flag, and each combination is a run: here nine, in runs/sweep/l=0.0003_seed=1 and so on, each with its output in
-output.txt. Each GPU trains one run at a time; so does a CPU. Unlike the trainer, a sweep draws no samples, and
-validates after the last step, unless -s and --final_reports say so.
+output.txt. Each GPU, or the CPU, trains one at a time; with no -s, it draws no samples, but validates at the end, too.
 
 At the end it prints a table, best validation loss first, writes it to sweep.csv there, and draws sweep.png: the last
 validation loss against the flag with the most values, a line for each combination of the others, through the mean of

@@ -218,9 +218,8 @@ class Saver:
 
     def restore(self, step, loader, random):
         """Continue from a checkpoint: the model, the data loader and the sampler's random numbers."""
-        model = self.model
-        _, notes = restore(self.settings, owned_by_one(model.optimizer, model.params), step, loader, random)
-        model.recent = read_recent(notes)
+        _, notes = restore(self.settings, owned_by_one(self.model.optimizer, self.model.params), step, loader, random)
+        self.model.recent = read_recent(notes)
 
     def save(self, progress, notes):
         """Write a checkpoint. progress: a Progress; notes: for JSON."""

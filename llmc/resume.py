@@ -163,8 +163,9 @@ def restore(settings, owned, step, loader, random):
         raise UserError(f"{state}: of step {progress.step} with {flags.format(*found)}, expected step {step} with"
                         f" {flags.format(*given)}: resume with the flags of the first run")
     notes = read_notes(settings.output_dir, step)
-    if (first := notes.get("model", settings.model)) != settings.model and owned.rank == 0:
-        print(f"note: the checkpoint's model goes on, which began as -e {first}", file=sys.stderr)
+    wanted, settings.model = settings.model, notes.get("model", settings.model)
+    if wanted != settings.model and owned.rank == 0:
+        print(f"note: the checkpoint's model goes on, which began as -e {settings.model}", file=sys.stderr)
     tokens = notes.get("update_tokens", settings.update_tokens)
     if tokens != settings.update_tokens and owned.rank == 0:
         print(f"note: an update of the checkpoint's run has {tokens} tokens, of this one {settings.update_tokens}: pass"

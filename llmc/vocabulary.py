@@ -124,7 +124,7 @@ class Folder(Vocabulary):
                 found = found if isinstance(found, list) else [found]
                 if not all(type(id) is int and id >= 0 for id in found):
                     raise UserError(f"{self.prefix}{name}: {key} is {found}, expected a token's id, or a list of them")
-                if found := [id for id in found if self.backend.id_to_token(id)]:  # some have GPT-2's, whatever theirs
+                if found := [id for id in found if id in self.backend.get_vocab().values()]:  # some have GPT-2's
                     return found
         return []
 

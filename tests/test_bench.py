@@ -48,7 +48,7 @@ def test_pytorch_by_other_kernels_computes_the_same(workplace, run_here, model):
     expected = compare_losses.run_ours(settings)
     for others in (False, True):
         losses = compare_losses.run_pytorch(settings, 4, "test", others=others)
-        assert len(losses) == 4 and np.allclose(losses, expected, rtol=0, atol=1e-4)  # of which a log has four digits
+        assert len(losses) == 4 and np.allclose(losses, expected, rtol=0, atol=1e-5)  # main.csv has six digits
 
 
 @pytest.mark.parametrize("program, flags", ((bench, ("gpu",)), (bench, ("attention",)), (bench, ("matmul",)),
