@@ -30,7 +30,7 @@ import numpy as np
 
 from llmc.errors import UserError, run_main
 from llmc.gpu.compiler import KernelFile
-from llmc.gpu.device import Device, TensorMap, copy_to_gpu, cp, gpu_errors_as_lines, open_gpu
+from llmc.gpu.device import Device, TensorMap, copy_to_gpu, cp, describe_gpu, gpu_errors_as_lines, open_gpu
 from llmc.gpu.fp8 import DLOGITS_SCALE
 from llmc.gpu.cublaslt import is_transposed
 from llmc.gpu.matmul import Linear
@@ -294,9 +294,7 @@ def measure_matmul(matmul):
 
 def describe(matmul):
     """The GPU and versions as text; `matmul` must have cuBLASLt."""
-    driver = cp.cuda.runtime.driverGetVersion()
-    return (f"{matmul.device.gpu.name}, CUDA {driver // 1000}.{driver % 1000 // 10}, CuPy {cp.__version__}, cuBLASLt"
-            f" {matmul.cublaslt.version}")
+    return f"{describe_gpu(matmul.device.gpu)}, CuPy {cp.__version__}, cuBLASLt {matmul.cublaslt.version}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@
 // llmc/gpu/geometry.py: its layer's launch geometry, and
 //     MODEL_C, MODEL_NH, MODEL_NKV, MODEL_HS, MODEL_F, MODEL_V, MODEL_VP
 //                                            the model's sizes
+//     MODEL_BIASES, MODEL_RELU2              1: RMSNorms are beside linear layers with biases; squared ReLU is in
+//                                            GELU's place, see gelu.cuh
 //     BFLOAT16                               1: activations, parameters and gradients are bfloat16, the residual stream
 //                                            half precision
 //     FLOAT32_GRADS                          1: gradients of parameters are float32 whatever BFLOAT16 says
@@ -14,12 +16,6 @@
 
 #pragma once
 
-#ifndef MODEL_BIASES  // whether RMSNorms are beside linear layers with biases
-#define MODEL_BIASES 0
-#endif
-#ifndef MODEL_RELU2  // whether squared ReLU takes GELU's place: see gelu.cuh
-#define MODEL_RELU2 0
-#endif
 #ifdef MODEL_QK_SCALE  // whether queries and keys are normalized: see qknorm.cu
 #define QK_NORM 1
 #else
@@ -41,8 +37,7 @@ constexpr int HS = MODEL_HS;                   // channels of a head
 constexpr int Q = NH * HS, KV = NKV * HS;      // channels of all queries, of all keys
 constexpr int QKV = Q + 2 * KV;                // of a row of queries, keys and values: 3 C in GPT-2
 constexpr int F = MODEL_F;                     // of the feed-forward layer: 4 C in GPT-2
-constexpr int V = MODEL_V;
-constexpr int Vp = MODEL_VP;
+constexpr int V = MODEL_V, Vp = MODEL_VP;
 
 #if BFLOAT16
 typedef __nv_bfloat16 element;
@@ -61,9 +56,7 @@ typedef element gradient;
 constexpr int PACK = 16 / sizeof(element);  // elements in one 16-byte access
 
 static_assert(NH % NKV == 0, "a key and value head serves NH / NKV query heads");
-static_assert(F % PACK == 0, "rows of F elements must start at multiples of 16 bytes");
-static_assert(C % PACK == 0, "rows of C elements must start at multiples of 16 bytes");
-static_assert(Vp % PACK == 0 && Vp >= V, "rows of logits must start at multiples of 16 bytes");
+static_assert(C % PACK == 0 && F % PACK == 0 && Vp % PACK == 0, "rows must start at multiples of 16 bytes");
 
 #define INFINITE __int_as_float(0x7f800000)  // NVRTC's headers have no constant for it
 constexpr float LOG2E = 1.4426950408889634f;
@@ -85,9 +78,7 @@ __device__ inline Floats operator+(const Floats& a, const Floats& b) {
 
 // Load PACK elements from a 16-byte boundary without converting them: bfloat16 takes half as many registers as float.
 template <class T>
-__device__ inline uint4 load_bits(const T* at) {
-    return *reinterpret_cast<const uint4*>(at);
-}
+__device__ inline uint4 load_bits(const T* at) { return *reinterpret_cast<const uint4*>(at); }
 
 // PACK floats at a 16-byte boundary.
 __device__ inline Floats load(const float* at) {
@@ -132,13 +123,15 @@ __device__ inline float to_float(__half x) { return __half2float(x); }
 __device__ inline void from_float(__half& out, float x) { out = __float2half_rn(within_half(x)); }
 
 // What load_bits has loaded, as floats.
-__device__ inline Floats unpack(uint4 bits) {
+template <class Pair>
+__device__ inline Floats unpack(uint4 bits, Pair floats) {
     const uint32 words[4] = {bits.x, bits.y, bits.z, bits.w};
     Floats values;
 #pragma unroll
-    for (int k = 0; k < PACK; k += 2) *reinterpret_cast<float2*>(values.x + k) = as_floats(words[k / 2]);
+    for (int k = 0; k < PACK; k += 2) *reinterpret_cast<float2*>(values.x + k) = floats(words[k / 2]);
     return values;
 }
+__device__ inline Floats unpack(uint4 bits) { return unpack(bits, as_floats); }
 // The inverse; pair(left, right) rounds two floats.
 template <class Pair>
 __device__ inline uint4 pack(const Floats& values, Pair pair) {
@@ -153,34 +146,20 @@ __device__ inline void store(__nv_bfloat16* at, const Floats& values) {
 }
 
 // The same for the residual stream.
-__device__ inline Floats unpack_residual(uint4 bits) {
-    const uint32 words[4] = {bits.x, bits.y, bits.z, bits.w};
-    Floats values;
-#pragma unroll
-    for (int k = 0; k < PACK; k += 2) *reinterpret_cast<float2*>(values.x + k) = of_halves(words[k / 2]);
-    return values;
-}
+__device__ inline Floats unpack_residual(uint4 bits) { return unpack(bits, of_halves); }
 __device__ inline uint4 pack_residual(const Floats& values) {
     return pack(values, [](float x, float y) { return as_halves(within_half(x), within_half(y)); });
 }
 __device__ inline Floats load(const __half* at) { return unpack_residual(load_bits(at)); }
-__device__ inline void store(__half* at, const Floats& values) {
-    *reinterpret_cast<uint4*>(at) = pack_residual(values);
-}
+__device__ inline void store(__half* at, const Floats& x) { *reinterpret_cast<uint4*>(at) = pack_residual(x); }
 #else
 __device__ inline Floats unpack(uint4 bits) {
-    const uint32 words[4] = {bits.x, bits.y, bits.z, bits.w};
-    Floats values;
-#pragma unroll
-    for (int k = 0; k < PACK; k++) values.x[k] = __uint_as_float(words[k]);
-    return values;
+    return {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w)};
 }
 __device__ inline Floats unpack_residual(uint4 bits) { return unpack(bits); }
 __device__ inline uint4 pack_residual(const Floats& values) {
-    uint32 words[4];
-#pragma unroll
-    for (int k = 0; k < PACK; k++) words[k] = __float_as_uint(values.x[k]);
-    return {words[0], words[1], words[2], words[3]};
+    const float* const x = values.x;
+    return {__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])};
 }
 #endif
 

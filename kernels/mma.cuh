@@ -128,9 +128,7 @@ typedef FragmentD Result[HS / 8];    // 16 rows of a result: [n][i] is row g + i
 constexpr int TILE_STRIDE = HS + 8;
 
 template <class E>
-__device__ inline E* tile_at(E* tile, int r, int c) {
-    return tile + r * TILE_STRIDE + c;
-}
+__device__ inline E* tile_at(E* tile, int r, int c) { return tile + r * TILE_STRIDE + c; }
 __device__ inline int result_column(int n, int i) { return 8 * n + threadIdx.x % 4 * 2 + i % 2; }
 
 // Load 16 rows from global memory; rows >= T are 0.

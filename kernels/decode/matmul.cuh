@@ -45,9 +45,7 @@ struct Group {
 
 // A lane's 16 bytes of a chunk of its warp begin here, those of rows g and g + 8 of x and of a weight's tile. Within a
 // chunk, the order of the inner dimension is the one in which they are neighbours, in both operands.
-__device__ inline int begin_of(int step, int warp) {
-    return (step * WARPS + warp) * CHUNK + threadIdx.x % 4 * PACK;
-}
+__device__ inline int begin_of(int step, int warp) { return (step * WARPS + warp) * CHUNK + threadIdx.x % 4 * PACK; }
 // The inner dimension, or a part of it: `length` elements, at least LEAST and at most MOST.
 template <int MOST, int LEAST = MOST>
 struct Inner {

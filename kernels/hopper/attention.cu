@@ -760,7 +760,8 @@ __device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials
                     wgmma_commit();
                     wgmma_wait<2>(s);  // S is done
                     const int start = item.first + QUERIES * i;
-                    S_to_P(n % DKV_STAGES, (GROUP > 1 || QUERIES < 64) && start < consumer_row + 64, start);
+                    // (Heads of 64 without groups need no mask, but without a branch, ptxas moves exps behind the waits.)
+                    S_to_P(n % DKV_STAGES, start < consumer_row + 64, start);
                     wgmma_wait<1>(dp);  // dP is done
                     dP_to_dS(n % DKV_STAGES);
                     wgmma_wait<0>(dk, dv);  // dK and dV are done, and tile i - 1 no longer needed

@@ -122,7 +122,7 @@ def model_constants(config, precision):
     """The -D constants of every file."""
     sizes = {f"MODEL_{name.upper()}": getattr(config, name) for name in ("C", "NH", "NKV", "HS", "F", "V", "Vp")}
     return sizes | {"BFLOAT16": int(precision.bf16), "FLOAT32_GRADS": int(precision.grads == "float32"),
-                    "TF32": precision.tf32, "ROW_GROUPS": ROW_GROUPS}
+                    "TF32": precision.tf32, "ROW_GROUPS": ROW_GROUPS, "MODEL_BIASES": 0, "MODEL_RELU2": 0}
 
 
 def launch_geometry(config, precision, arch):

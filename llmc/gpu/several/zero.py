@@ -43,7 +43,7 @@ class Nccl:
 
     def __init__(self, ranks, tokens):
         """ranks: a Ranks; tokens: of a micro-batch. Raises UserError if NCCL is missing, too old, or fails."""
-        os.environ.setdefault("NCCL_CTA_POLICY", "2" if ranks.size == 2 or tokens > 8192 else "0")  # ZERO, DEFAULT
+        os.environ.setdefault("NCCL_CTA_POLICY", "2" if ranks.size == 2 or tokens > 4096 else "0")  # ZERO, DEFAULT
         with warnings.catch_warnings(action="ignore"):
             from cupy.cuda import nccl  # imported here: a run on one GPU does not need it
         version = nccl.get_version() if nccl.available else 0
