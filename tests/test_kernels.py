@@ -75,9 +75,8 @@ def cases_to_compile(arch, precision):
     """(architecture, layer, config) of each file that a test compiles."""
     with_gradients = "encoder", "matmul", "column_sums", "update"  # whose code depends on the gradients' dtype
     layers = with_gradients if precision.float32_grads else cuda.GPT2.KERNELS
-    cases = [(layer, MODELS[0]) for layer in layers if layer != "matmul" or hopper_matmul(precision, arch)]
-    if arch == "sm_90a":  # of matmuls and attention, only the size of a head matters, the same here
-        cases += [(layer, MODELS[2]) for layer, _ in cases if layer not in ("matmul", "attention")]
+    model = MODELS[2 if arch == "sm_90a" else 0]  # of matmuls and attention, only the size of a head matters
+    cases = [(layer, model) for layer in layers if layer != "matmul" or hopper_matmul(precision, arch)]
     if arch == "sm_80":
         cases += [("layernorm", Config(1024, 131, 1, C // 64, C, 256)) for C in (2560, 8192)]
     yield from ((cuda.GPT2, *case) for case in cases)

@@ -319,6 +319,7 @@ def test_a_signal_or_lost_data_stops_all_at_one_step(start, number, to, statuses
         assert len(os.listdir("run")) == len(["model", "state", "state", "DONE", "main.log", "main.csv", "tokenizer"])
 
 
+@pytest.mark.large
 def test_gpus_and_ctrl_c(heads):
     """The program starts its ranks, which stop at one step."""
     process = subprocess.Popen([sys.executable, fake_gpus.__file__, "--gpus", "2", *map(str, MANY), "-n", "0"],
