@@ -32,6 +32,7 @@ import functools
 import gc
 import io
 import math
+import os
 import sys
 import zlib
 from typing import NamedTuple
@@ -962,6 +963,9 @@ def main():
     parser.add_argument("--state", help="its debug state (default: the model's name with _debug_state)")
     parser.add_argument("--backend", choices=tuple(BACKENDS), default="numpy", help="the trainer under test")
     args = parser.parse_args()
+    if os.path.isdir(args.model):
+        raise UserError(f"--model {args.model}: a directory, expected a .bin file, with its debug state beside it: run"
+                        f" python export_weights.py --model {args.model} --input TOKENS_val.bin")
     require(args.backend)
     reuse_freed_memory()
     state = args.state or args.model.removesuffix(".bin").removesuffix("_bf16") + "_debug_state.bin"

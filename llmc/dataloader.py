@@ -104,12 +104,12 @@ def names_shards(data):
 
 
 def tokenizer_beside(data):
-    """PREFIX_tokenizer.bin, the vocabulary that a prepro script writes beside PREFIX_train.bin; "" for other names."""
+    """PREFIX_tokenizer.bin, which prepro scripts write beside PREFIX_train.bin, PREFIX_val.bin; "" for other names."""
     if not names_shards(data):
         return f"{data}_tokenizer.bin"
     directory, name = os.path.split(data)
-    prefix, train, _ = name.rpartition("train")
-    return os.path.join(directory, f"{prefix}tokenizer.bin") if train else ""
+    found = re.match("(.*)(train|val)", name)
+    return os.path.join(directory, f"{found[1]}tokenizer.bin") if found else ""
 
 
 def validation_name(train):

@@ -237,11 +237,8 @@ def validate(forward, loader, batches, starmap=itertools.starmap):
     def weighed(inputs, targets):
         return forward(inputs, targets), len(inputs) / loader.B  # less than 1 for a smaller batch at the end
 
-    total = weights = 0.0
-    for loss, weight in starmap(weighed, itertools.islice(loader.whole_set(), batches)):
-        total += loss * weight
-        weights += weight
-    return total / weights
+    pairs = list(starmap(weighed, itertools.islice(loader.whole_set(), batches)))
+    return math.fsum(loss * weight for loss, weight in pairs) / math.fsum(weight for _, weight in pairs)
 
 
 def check_update(step, loss, norm=None):

@@ -62,9 +62,12 @@ def keep_tokenizer(directory, tokenizer):
 
 def load_tokenizer(settings):
     """Read the tokenizer file: --tokenizer, else the one beside the data (which becomes settings.tokenizer), else
-    gpt2_tokenizer.bin. Returns None if there is none; raises UserError if --tokenizer is missing."""
-    beside = tokenizer_beside(settings.data)
+    gpt2_tokenizer.bin. Returns None if there is none; raises UserError if --tokenizer is missing, or -j's differs."""
+    beside, of_val = tokenizer_beside(settings.data), tokenizer_beside(settings.val_data)
     if not settings.tokenizer and os.path.lexists(beside):
         settings.tokenizer = beside
     path = settings.tokenizer or "gpt2_tokenizer.bin"
-    return read_tokenizer(path) if settings.tokenizer or os.path.lexists(path) else None
+    tokenizer = read_tokenizer(path) if settings.tokenizer or os.path.lexists(path) else None
+    if tokenizer and settings.val_data and os.path.lexists(of_val) and read_tokenizer(of_val) != tokenizer:
+        raise UserError(f"-j {settings.val_data}: {of_val} is another vocabulary than {path}")
+    return tokenizer

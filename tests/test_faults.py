@@ -211,6 +211,8 @@ def test_what_a_run_resumes_from(workplace, train):
     write_tokenizer("other/tokenizer.bin", [b"a", b"b"], 1)
     assert_one_line_error(train("-o", "other"), "other/tokenizer.bin", "another vocabulary", "another -o")
     assert read_tokenizer("other/tokenizer.bin").tokens == [b"a", b"b"]
+    write_tokenizer("data/x_tokenizer.bin", [b"a", b"b"], 1)
+    assert_one_line_error(train("-j", "data/x_val.bin"), "data/x_tokenizer.bin is another vocabulary")
     assert "no complete checkpoint" not in train("-x", 1, "-o", "empty", "-y", 1, check=True).stdout
     open("run/main.log", "w").close()
     assert "no complete checkpoint in run" in train("-x", 2, "-o", "run", "-y", 1, check=True).stdout

@@ -134,8 +134,7 @@ def test_stubs_are_the_page_s(numbers):
         assert re.fullmatch(rf"{path.name}(: \w+ is not written yet|(, line \d+: not written yet)+)", line)
 
 
-@pytest.mark.parametrize("numbers, wrong", (
-    (FAULTS, True), pytest.param(check.TESTS, False, marks=pytest.mark.large)))
+@pytest.mark.parametrize("numbers, wrong", ((FAULTS, True), pytest.param(check.TESTS, False, marks=pytest.mark.large)))
 def test_the_page_s_functions_pass_and_a_fault_is_named(tmp_path, numbers, wrong):
     files = [path for path in FILES if int(path.name[:2]) in numbers]
     faults = [FAULTS.get(number, ("", "", "")) for number in numbers]

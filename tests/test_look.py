@@ -109,8 +109,7 @@ def test_update_guesses_and_film(open_page):
     assert [f"{number(x):.2e}" for x in sizes] == [f"{frame['norms'][2]:.2e}" for frame in data["film"]]
 
 
-def test_it_is_used_by_click_and_key_in_both_themes(open_page, width=390):
-    """On a telephone, whose page must not be wider; the other tests are on a desktop."""
+def test_it_is_used_by_click_and_key_in_both_themes(open_page, width=390):  # of a telephone
     page, data, _ = open_page(width)
     assert page.evaluate("document.documentElement.scrollWidth") <= width and page.locator("b").count() == 0
     assert page.locator("#prompt a").count() == len(data["ids"]) - 1 == len(PROMPT.encode()) - 1
