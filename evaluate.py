@@ -153,10 +153,8 @@ def open_files(pattern, V, most, tokenizer=None):
     """Return the token arrays of --data, cut to `most` tokens in all (0: no limit). Raises UserError if they are of
     another vocabulary than `tokenizer`."""
     beside = tokenizer_beside(pattern)
-    if tokenizer and os.path.lexists(beside):
-        found = read_tokenizer(beside)
-        if (found.tokens, found.eot) != (tokenizer.tokens, tokenizer.eot):
-            raise UserError(f"--data {pattern}: {beside} is another vocabulary than the model's, {tokenizer.path}")
+    if tokenizer and os.path.lexists(beside) and read_tokenizer(beside) != tokenizer:
+        raise UserError(f"--data {pattern}: {beside} is another vocabulary than the model's, {tokenizer.path}")
     paths = find_files(pattern if names_shards(pattern) else f"{pattern}_val.bin")
     if not paths:
         raise UserError(f"--data {pattern}: no file matches")

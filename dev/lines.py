@@ -17,7 +17,7 @@ BUDGETS = {  # what: (files, as git's patterns), lines at most; tests/test_house
     "train_speedrun.py": (("train_speedrun.py",), 400),
     "train_speedrun_cuda.py": (("train_speedrun_cuda.py",), 400),
     "llmc/": (("llmc/*.py", ":!llmc/gpu"), 3100),
-    "llmc/gpu/": (("llmc/gpu/*.py",), 2938),  # today's; the goal is 2,600
+    "llmc/gpu/": (("llmc/gpu/*.py",), 2937),  # today's; the goal is 2,600
     "kernels/": (("kernels",), 6500),
     "tests/": (("tests/*.py",), 8000),
     "look/": (("look.py", "look"), 1031),  # today's; the goal is 900

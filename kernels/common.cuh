@@ -122,9 +122,9 @@ __device__ inline float2 of_halves(uint32 pair) { return __half22float2(*reinter
 __device__ inline float to_float(__half x) { return __half2float(x); }
 __device__ inline void from_float(__half& out, float x) { out = __float2half_rn(within_half(x)); }
 
-// What load_bits has loaded, as floats.
-template <class Pair>
-__device__ inline Floats unpack(uint4 bits, Pair floats) {
+// What load_bits has loaded, as floats; floats(word) converts two.
+template <class Convert>
+__device__ inline Floats unpack(uint4 bits, Convert floats) {
     const uint32 words[4] = {bits.x, bits.y, bits.z, bits.w};
     Floats values;
 #pragma unroll

@@ -107,9 +107,8 @@ def tokenizer_beside(data):
     """PREFIX_tokenizer.bin, which prepro scripts write beside PREFIX_train.bin, PREFIX_val.bin; "" for other names."""
     if not names_shards(data):
         return f"{data}_tokenizer.bin"
-    directory, name = os.path.split(data)
-    found = re.match("(.*)(train|val)", name)
-    return os.path.join(directory, f"{found[1]}tokenizer.bin") if found else ""
+    found = re.match(r"(.*)(train|val)[^/\\]*$", data)
+    return f"{found[1]}tokenizer.bin" if found else ""
 
 
 def validation_name(train):

@@ -1,5 +1,4 @@
-"""Tokenizer files, which turn ids into text, in llm.c's format: header [2] V [3] id of the end-of-text token (version
-2), then for each id a length byte and the token's bytes. The prepro scripts write such a file beside the tokens."""
+"""Tokenizer files, as llm.c's: header [2] V [3] id of end of text (version 2); for each id a length byte, its bytes."""
 
 import dataclasses
 import os
@@ -18,7 +17,10 @@ class Tokenizer:
 
     tokens: list  # id -> bytes
     eot: int
-    path: str = dataclasses.field(default="", compare=False)  # the file that it was read from
+    path: str = ""  # the file that it was read from
+
+    def __eq__(self, other):
+        return (self.tokens, self.eot) == (other.tokens, other.eot)  # also of a Vocabulary, which is a subclass
 
 
 def read_tokenizer(path):
@@ -44,8 +46,7 @@ def write_tokenizer(path, tokens, eot, version=2):
     """Write a tokenizer file; tokens: a list of bytes, each 1 to 255 long. In version 1, eot must be 50256."""
     with replacing(path) as f:
         f.write(make_header(TOKENIZER_MAGIC, version, len(tokens), *([eot] if version == 2 else [])))
-        for token in tokens:
-            f.write(bytes([len(token)]) + token)
+        f.write(b"".join(bytes([len(token)]) + token for token in tokens))
 
 
 def keep_tokenizer(directory, tokenizer):
@@ -56,7 +57,7 @@ def keep_tokenizer(directory, tokenizer):
         for name in FOLDER_FILES if tokenizer.path else ():
             if os.path.exists(source := os.fspath(tokenizer.path).removesuffix("tokenizer.bin") + name):
                 shutil.copyfile(source, os.path.join(directory, name))
-    elif (found := read_tokenizer(path)).tokens != tokenizer.tokens or found.eot != tokenizer.eot:
+    elif read_tokenizer(path) != tokenizer:
         raise UserError(f"{path}: is another vocabulary than {tokenizer.path}: choose another -o")
 
 

@@ -361,4 +361,3 @@ class Fp8Passes:
     def dlogits_scale(self, scale):
         """What the range of E5M2 asks for."""
         return DLOGITS_SCALE
-
