@@ -40,7 +40,7 @@ from llmc.errors import UserError, import_package, run_main
 from llmc.files import chunks, errors_of_writing, make_directory, open_input
 from llmc.vocabulary import EOT, Folder, Letters, open_vocabulary
 from prepro.common import (HINT, NotText, add_processes, add_val_fraction, check_not_written_over, check_processes,
-                           in_processes, make_parser, output_paths, progress_bar, save_files, save_tokens, val_tokens)
+                           in_processes, make_parser, output_paths, progress_bar, save_files, val_tokens)
 
 VAL_TOKENS = 32768
 PIECE = 1 << 20  # bytes read at a time; also about how many characters are tokenized at a time
@@ -203,13 +203,13 @@ def prepare(lacking, *vocabulary):
     VOCABULARY, LACKING = open_vocabulary(*vocabulary), dict.fromkeys(map(ord, lacking))
 
 
-def has(vocabulary, letter):
-    """Whether a vocabulary of characters, or of Hugging Face, can express a character."""
+def lacks(vocabulary, letter):
+    """Whether a vocabulary of bytes or characters cannot express a character."""
     try:
-        ids = vocabulary.encode(letter, begin=False)
+        vocabulary.encode(letter, begin=False)
     except UserError:
-        return False
-    return vocabulary.decode(ids).strip() != "" and vocabulary.unknown not in ids or letter.isspace()
+        return True
+    return False
 
 
 def make_bpe(size, texts, field, folder):
@@ -229,26 +229,40 @@ def make_bpe(size, texts, field, folder):
 
 
 def tokenize(job):
-    """Return the tokens of a job's documents, uint16, or int32 if the vocabulary is too large for it."""
-    tokens = []
+    """The tokens of a job's documents, as token_type says; their number of characters, and {character that no token
+    stands for: how often}."""
+    ids, lengths, lost = [], [], collections.Counter()
     for begins, text in job:
         if begins:
-            tokens.append(VOCABULARY.eot)
-        tokens += VOCABULARY.encode(text.translate(LACKING) if LACKING else text, begin=False)
-    return np.array(tokens, token_type(VOCABULARY))
+            ids.append(VOCABULARY.eot)
+            lengths.append(0)
+
+        found, of_text, lacking = VOCABULARY.measure(text.translate(LACKING) if LACKING else text)
+        ids += found
+        lengths += [*of_text]
+        if lengths:
+            lengths[-1] += len(text.encode()) - sum(of_text)  # what is left out, or dropped at the end
+        lost.update(letter for letter in lacking if not letter.isspace())
+
+    tokens = np.empty(len(ids), token_type(VOCABULARY))
+    tokens["id"] = ids
+    tokens["bytes"] = lengths
+    return tokens, sum(len(text) for _, text in job), lost
 
 
 def token_type(vocabulary):
-    return np.dtype("uint16" if len(vocabulary.tokens) <= 1 << 16 else "int32")
+    """The dtype of a token, and of the bytes of text that it stands for."""
+    return np.dtype([("id", "uint16" if len(vocabulary.tokens) <= 1 << 16 else "int32"), ("bytes", "uint32")])
 
 
-def survey(paths, args):
+def survey(paths, args, known):
     """Read everything once, so that a bad file raises UserError before any work is done.
 
     Returns ({path: found in a folder} of the texts, number of documents, {character: how often it is there}, {path: why
-    it is no text}); characters are not counted if the vocabulary has them all.
+    it is no text}); characters are counted for a vocabulary of characters: `known`, or one that they make.
     """
     texts, count, characters, left = {}, 0, collections.Counter(), {}
+    counts_them = args.vocabulary == "chars" or isinstance(known, Letters) and args.vocabulary != "bytes"
     with progress_bar(total_size(paths), "reading", "B") as advance:
         for path, found in paths.items():
             if found and not os.path.isfile(path):  # a FIFO, a broken link
@@ -258,7 +272,7 @@ def survey(paths, args):
             try:
                 for begins, text in documents(path, args.field, found, advance):
                     begun += begins
-                    if not re.fullmatch("gpt2|bytes|bpe:.*", args.vocabulary):
+                    if counts_them:
                         seen.update(set(text) if args.vocabulary == "chars" else text)
             except NotText as error:
                 if not found:
@@ -301,7 +315,7 @@ def main():
     if args.vocabulary.startswith("bpe:") and not (bpe and int(bpe[1]) >= 512):
         raise UserError(f"--vocabulary {args.vocabulary}: expected bpe:512 or more, such as bpe:4096")
     known = None if bpe or args.vocabulary == "chars" else open_vocabulary(args.vocabulary)  # downloads GPT-2's once
-    texts, count, characters, left = survey(paths, args)
+    texts, count, characters, left = survey(paths, args, known)
     shards = [f"{args.output}_val_000000.bin", *training_shards(args.output)] if args.shard_tokens else []
     check_not_written_over(texts, output_paths(args.output) + shards)
     if not count:
@@ -314,17 +328,21 @@ def main():
     for kind in dict.fromkeys(error.kind for error in others):
         same = [error for error in others if error.kind == kind]
         print(f"warning: {number_of(len(same), f'{kind} file')} left out, such as {same[0]}", file=sys.stderr)
-    lacking = {letter for letter in characters if not has(known, letter)} if known else ()
+    lacking = {letter for letter in characters if lacks(known, letter)} if known else set()
     if lacking:
-        most = min(lacking, key=lambda letter: (-characters[letter], letter))
-        print(f"warning: --vocabulary {args.vocabulary}: lacks {number_of(len(lacking), 'character')} of the text, such"
-              f" as {most!r}: of {characters.total()} characters, {sum(map(characters.get, lacking))} are lost",
-              file=sys.stderr)
+        warn_of_lost(args, {letter: characters[letter] for letter in lacking}, characters.total())
     with tempfile.TemporaryDirectory() as folder:  # of a vocabulary that is made here
         if bpe:
             make_bpe(int(bpe[1]), texts, args.field, folder)
         names = folder if bpe else args.vocabulary, "".join(sorted(characters))
-        write(texts, lacking if isinstance(known, Letters) else "", names, open_vocabulary(*names), args)
+        write(texts, lacking, names, open_vocabulary(*names), args)
+
+
+def warn_of_lost(args, lost, total):
+    """Say which characters the vocabulary lacks. lost: {character: how often it is in the text}."""
+    most = min(lost, key=lambda letter: (-lost[letter], letter))
+    print(f"warning: --vocabulary {args.vocabulary}: lacks {number_of(len(lost), 'character')} of the text, such as"
+          f" {most!r}: of {total} characters, {sum(lost.values())} are lost", file=sys.stderr)
 
 
 def write(texts, lacking, names, vocabulary, args):
@@ -335,12 +353,18 @@ def write(texts, lacking, names, vocabulary, args):
     with errors_of_writing(output):
         all_tokens = tempfile.TemporaryFile(dir=os.path.dirname(args.output) or ".")
     with all_tokens:
+        lost, total = collections.Counter(), 0
         with progress_bar(size, "tokenizing", "B") as advance:
-            for tokens in in_processes(tokenize, jobs(texts, args.field, advance, isinstance(vocabulary, Folder)),
-                                       processes, prepare, ("".join(sorted(lacking)), *names)):
+            work = jobs(texts, args.field, advance, isinstance(vocabulary, Folder))
+            arguments = "".join(sorted(lacking)), *names
+            for tokens, characters, lost_here in in_processes(tokenize, work, processes, prepare, arguments):
+                lost += lost_here
+                total += characters
                 with errors_of_writing(output):
                     all_tokens.write(tokens)
                     all_tokens.flush()
+        if lost:
+            warn_of_lost(args, lost, total)
         if not all_tokens.tell():
             raise UserError("the text is empty now: did another program write to it just now?")
         tokens = np.memmap(all_tokens, token_type(vocabulary), "r+")
@@ -349,7 +373,14 @@ def write(texts, lacking, names, vocabulary, args):
         if args.shard_tokens:
             save_shards(val, train, vocabulary, args)
         else:
-            save_tokens(list(chunks(val)), list(chunks(train)), vocabulary, args)
+            save(dict(zip(output_paths(args.output), (val, train))), vocabulary, args)
+
+
+def save(parts, vocabulary, args):
+    """Write {path: tokens, as token_type says}, and the vocabulary."""
+    files = {path: list(chunks(part["id"])) for path, part in parts.items()}
+    text_bytes = {path: int(part["bytes"][1:].sum(dtype=np.int64)) for path, part in parts.items()}
+    save_files(files, vocabulary, args, text_bytes)
 
 
 def draw_to_the_end(tokens, eot, most):
@@ -357,7 +388,8 @@ def draw_to_the_end(tokens, eot, most):
     have. Multiples of the golden ratio spread them evenly. Of a text whose documents are longer than most / 4, the end
     stays what it is, `most` tokens."""
     pieces = itertools.accumulate(map(len, chunks(tokens)), initial=0)
-    starts = np.concatenate([begin + np.flatnonzero(piece == eot) for begin, piece in zip(pieces, chunks(tokens))])
+    starts = np.concatenate([begin + np.flatnonzero(piece["id"] == eot)
+                             for begin, piece in zip(pieces, chunks(tokens))])
     lengths = np.diff(starts, append=len(tokens))
     short = np.flatnonzero(lengths <= most // 4)
     order = short[np.argsort(short.astype(np.uint32) * np.uint32(2654435769), kind="stable")]
@@ -383,12 +415,12 @@ def save_shards(val, train, vocabulary, args):
     """Write PREFIX_val_000000.bin and the training shards, PREFIX_train_000000.bin and on, equal in size, at most
     --shard_tokens each."""
     shards = np.array_split(train, -(-len(train) // args.shard_tokens))
-    files = {f"{args.output}_train_{number:06d}.bin": list(chunks(shard)) for number, shard in enumerate(shards)}
+    files = {f"{args.output}_train_{number:06d}.bin": shard for number, shard in enumerate(shards)}
     for path in training_shards(args.output):
         if path not in files:
             raise UserError(f"{path}: would be read as one of the {len(shards)} shards to be written: remove it,"
                             " or pass another --output")
-    save_files({f"{args.output}_val_000000.bin": list(chunks(val)), **files}, vocabulary, args)
+    save({f"{args.output}_val_000000.bin": val, **files}, vocabulary, args)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ def padded(V):
 
 
 def without_padding(config, params, V):
-    """The Config of a model whose vocabulary has V tokens: the rows beyond them are padding, and are set to 0."""
+    """The Config of a model whose vocabulary has V tokens: rows beyond them are padding, and are
+    set to 0. (It may also have more tokens than the model has rows: one that was added, say.)"""
+    V = min(V, config.V)
     for name, row in params.table.items():
         if row.vocabulary:
             getattr(params, name)[V:] = 0

@@ -1,5 +1,6 @@
 """Token files, and the loader of batches. A token file is raw int32 (llm.c of April 2024) or, as its magic tells, a
-header with [2] the count (64 bits; llm.c reads the lower half), then uint16 (llm.c of today) or uint32 (its Llama)."""
+header with [2] the count (64 bits; llm.c reads the lower half) and [4] the bytes of text (64 bits, ours), then uint16
+(llm.c of today) or uint32 (its Llama)."""
 
 import glob
 import itertools
@@ -26,24 +27,27 @@ def tokens_hint(path):
     return f"make it of your text with: python prepro_text.py FILE --output {prefix[1] if prefix else 'PREFIX'}"
 
 
-def write_tokens(path, arrays, count, format="int32"):
-    """Write the `count` tokens of an iterable of integer arrays, as 'int32', 'uint16' or 'uint32'."""
+def write_tokens(path, arrays, count, format="int32", text_bytes=0):
+    """Write the `count` tokens of an iterable of integer arrays, as 'int32', 'uint16' or 'uint32'. text_bytes: how many
+    bytes of text all but the first stand for, if one knows; raw int32 has no place for it."""
     magic, version, dtype = HEADERS.get(format, (None, None, "<i4"))
     with replacing(path) as f:
         if magic:
             header = make_header(magic, version)
-            header[2:4] = np.array([count], "<u8").view("<i4")
+            header[2:6] = np.array([count, text_bytes], "<u8").view("<i4")
             f.write(header)
         for array in arrays:
             f.write(np.asarray(array).astype(dtype))
 
 
 class TokenFile:
-    """A file's tokens: dtype, offset in bytes, and size, their number. Raises UserError for an impossible size or fewer
-    than `least` tokens (`why` ends the message). Ids are checked when they are read."""
+    """A file's tokens: dtype, offset in bytes, size, their number, and text_bytes, see write_tokens.
+    Raises UserError for an impossible size or fewer than `least` tokens (`why` ends the message). Ids
+    are checked when they are read."""
 
     def __init__(self, path, V, least=1, why=""):
         self.path, self.V, self.hint = path, V, (hint := tokens_hint(str(path)))
+        self.text_bytes = 0
         with open_input(path, hint) as f:
             size, found = os.fstat(f.fileno()).st_size, int.from_bytes(f.read(4), "little")
             if found in KINDS:
@@ -51,7 +55,8 @@ class TokenFile:
                 format = "uint32" if found == TOKENS32_MAGIC else "uint16"
                 magic, version, self.dtype = HEADERS[format]
                 header = read_header(f, magic, hint)
-                self.offset, self.size = HEADER_BYTES, int(header[2:4].view("<u8")[0])
+                self.offset = HEADER_BYTES
+                self.size, self.text_bytes = header[2:6].view("<u8").tolist()
                 if header[1] != version:
                     raise UserError(f"{path}: token file version {header[1]}, expected {version}; {hint}")
                 check_size(f, self.offset + self.dtype.itemsize * self.size, f"{self.size} {format} tokens", hint)

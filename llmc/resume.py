@@ -17,7 +17,7 @@ from llmc.errors import DIVERGED, UserError
 from llmc.files import open_input, replacing
 from llmc.single_process import SINGLE_PROCESS
 from llmc.tensors import check_finite
-from llmc.tokenizer import read_tokenizer
+from llmc.tokenizer import find_tokenizer, read_tokenizer
 
 
 def checkpoint_paths(directory, step):
@@ -107,7 +107,8 @@ def find_checkpoint(settings):
 def read_start(settings, first_step, tokenizer, architecture):
     """(config, params, their file or -e's name) of the model that a run begins with: of its checkpoint at first_step
     or, if that is None, of -e. Random weights have the vocabulary size of the tokenizer, or GPT-2's, and the run's T as
-    maxT: positions beyond it would never be trained. Raises UserError if T or the tokenizer does not fit the model."""
+    maxT: positions beyond it would never be trained. Raises UserError if T does not fit the model, or the tokenizer is
+    not the one beside it."""
     V, start, made = len(tokenizer.tokens) if tokenizer else 50257, settings.model, None
     if first_step is not None:
         start, _, marker = checkpoint_paths(settings.output_dir, first_step)
@@ -122,17 +123,17 @@ def read_start(settings, first_step, tokenizer, architecture):
             raise UserError(f"-e {start}: a Hugging Face folder; run: python export_weights.py --model {start}")
         start = model_file(start) if os.path.isdir(start) else start
         config, params = read_model(start, architecture)
-    beside = os.path.join(os.path.dirname(start), "tokenizer.bin")
-    if tokenizer and not made and os.path.exists(beside) and tokenizer != read_tokenizer(beside):
-        raise UserError(f"{tokenizer.path}: is another vocabulary than {beside}: choose a model and data of one"
-                        " vocabulary")
     if settings.T > config.maxT:
         raise UserError(f"-t/--sequence_length {settings.T}: the model's longest sequence is {config.maxT}")
-    if tokenizer and config.V == padded(V):
-        config = without_padding(config, params, V)
-    if tokenizer and V != config.V:
-        raise UserError(f"{tokenizer.path}: {V} tokens, but the model has V={config.V}: choose a model and data of one"
+
+    beside = find_tokenizer(start, config.V) if tokenizer and not made else None
+    if beside and tokenizer != read_tokenizer(beside):
+        raise UserError(f"{tokenizer.path}: is another vocabulary than {beside}: choose a model and data of one"
                         " vocabulary, or pass --tokenizer FILE")
+    if V < config.V and (beside or tokenizer and config.V == padded(V)):  # rows without a token are padding
+        config = without_padding(config, params, V)
+    elif tokenizer and V != config.V and os.environ.get("RANK", "0") == "0":
+        print(f"note: {tokenizer.path}: {V} tokens, for a model of {config.V} rows", file=sys.stderr)
     return config, params, start
 
 

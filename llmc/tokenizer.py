@@ -1,14 +1,18 @@
 """Tokenizer files, as llm.c's: header [2] V [3] id of end of text (version 2); for each id a length byte, its bytes."""
 
+import codecs
 import dataclasses
 import os
+import re
 import shutil
 
+from llmc.checkpoint import padded
 from llmc.dataloader import tokenizer_beside
 from llmc.errors import UserError
 from llmc.files import EXPORT, TOKENIZER_MAGIC, make_header, open_input, read_header, replacing
 
-FOLDER_FILES = "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
+FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+                "chat_template.jinja")
 
 
 @dataclasses.dataclass
@@ -21,6 +25,25 @@ class Tokenizer:
 
     def __eq__(self, other):
         return (self.tokens, self.eot) == (other.tokens, other.eot)  # also of a Vocabulary, which is a subclass
+
+    def stream(self):
+        """What turns ids into text, one at a time."""
+        return ByteStream(self.tokens)
+
+
+class ByteStream:
+    """The text of ids, one at a time: a character of several tokens comes with the last of them."""
+
+    def __init__(self, tokens):
+        self.tokens, self.decoder = tokens, codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, id):
+        """The text that an id adds."""
+        return self.decoder.decode(self.tokens[id])
+
+    def end(self):
+        """The text of a character that lacks some of its tokens."""
+        return self.decoder.decode(b"", final=True)
 
 
 def read_tokenizer(path):
@@ -59,6 +82,24 @@ def keep_tokenizer(directory, tokenizer):
                 shutil.copyfile(source, os.path.join(directory, name))
     elif read_tokenizer(path) != tokenizer:
         raise UserError(f"{path}: is another vocabulary than {tokenizer.path}: choose another -o")
+
+
+def find_tokenizer(model, V):
+    """The path of the tokenizer file beside a model of V rows, or None: export_weights.py's NAME_tokenizer.bin, a run's
+    tokenizer.bin or, if V is its size or that padded, gpt2_tokenizer.bin or bytes_tokenizer.bin."""
+    directory = model if os.path.isdir(model) else os.path.dirname(model)
+    label = re.sub(r"^(gpt2|llama3|speedrun)_|(_bf16)?\.bin$", "", os.path.basename(model))
+    for name in (f"{label}_tokenizer.bin", "tokenizer.bin"):
+        if os.path.lexists(path := os.path.join(directory, name)):
+            return path
+    if os.path.lexists(os.path.join(directory, "config.json")):  # a Hugging Face folder's vocabulary is its own
+        return None
+    for name in ("gpt2_tokenizer.bin", "bytes_tokenizer.bin"):
+        if os.path.lexists(path := os.path.join(directory, name)):
+            size = len(read_tokenizer(path).tokens)
+            if V in (size, padded(size)):
+                return path
+    return None
 
 
 def load_tokenizer(settings):

@@ -181,15 +181,16 @@ def save_tokens(val, train, vocabulary, args):
     save_files(dict(zip(output_paths(args.output), (val, train))), vocabulary, args)
 
 
-def save_files(files, vocabulary, args):
-    """Write token files, {path: list of integer arrays}, and the vocabulary; print their sizes."""
+def save_files(files, vocabulary, args, text_bytes=None):
+    """Write token files, {path: list of integer arrays}, and the vocabulary; print their sizes. text_bytes: see
+    write_tokens, {path: number}."""
     if args.format == "uint16" and len(vocabulary.tokens) > 1 << 16:
         args.format = "uint32"
     tokenizer = output_paths(args.output)[-1]
     make_directory(os.path.dirname(args.output))
     counts = {path: sum(map(len, pieces)) for path, pieces in files.items()}
     for path, pieces in files.items():
-        write_tokens(path, pieces, counts[path], args.format)
+        write_tokens(path, pieces, counts[path], args.format, (text_bytes or {}).get(path, 0))
     save_vocabulary(tokenizer, vocabulary)
     for path, count in counts.items():
         print(f"Saved {count} tokens to {path}")
