@@ -144,9 +144,33 @@ def read_array(path, advance):
         raise UserError(f"{path}: not JSON ({error}): mend it, or name it .txt to read it as it is") from None
 
 
+def is_parquet(path):
+    with open_input(path, HINT) as f:
+        return f.read(4) == b"PAR1"
+
+
+def read_parquet(path, field, advance):
+    """Yield {field: text} of each row; "" for a row without text."""
+    parquet = import_package("pyarrow.parquet", "a Parquet file")
+    try:
+        file = parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        if field not in names:
+            raise UserError(f"{path}: has columns {', '.join(names)}, expected {field!r} among them: pass --field NAME")
+        for batch in file.iter_batches(columns=[field]):
+            for text in batch.column(0).to_pylist():
+                yield {field: "" if text is None else text}
+    except (OSError, ValueError) as error:  # pyarrow's are of these two
+        raise UserError(f"{path}: not a Parquet file ({error})") from None
+    advance(os.path.getsize(path))
+
+
 def read_field(path, field, what, advance):
     """Yield the document of each record, a line or an element; raises UserError for one without text in the field."""
-    records = read_array(path, advance) if what == "element" else read_lines(read_text(path, advance))
+    if what == "row":
+        records = read_parquet(path, field, advance)
+    else:
+        records = read_array(path, advance) if what == "element" else read_lines(read_text(path, advance))
     for number, record in enumerate(records, 1):
         if isinstance(record, str) and not record.strip():
             continue
@@ -156,14 +180,14 @@ def read_field(path, field, what, advance):
             if record and isinstance(record, dict):
                 texts = ", ".join(key for key in record if isinstance(record[key], str))
                 seen = f"text in {texts or 'no field'} (of {', '.join(record)}): pass --field NAME"
-            where = f"{path}:{number}" if what == "line" else f"{path}: element {number}"
+            where = f"{path}:{number}" if what == "line" else f"{path}: {what} {number}"
             raise UserError(f"{where}: expected a JSON object with text in {field!r}, found {seen}")
         yield record[field].replace("\r\n", "\n").encode(errors="replace").decode()  # replace lone surrogates
 
 
 def documents(path, field, found, advance, whole=False):
     """Yield (whether a document begins here, text) for the documents of a file, long ones in pieces unless `whole`."""
-    if records := records_of(path, field, found):
+    if records := "row" if is_parquet(path) else records_of(path, field, found):
         yield from ((True, text) for text in read_field(path, field, records, advance) if text)
         return
     begins, rest = True, ""

@@ -33,7 +33,7 @@ UTF16 = "UTF-16", "iconv -f utf-16 -t utf-8 makes it one"
 KINDS = {  # how files begin that are not UTF-8 text: what they are, and what makes text of them
     b"\xff\xfe": UTF16, b"\xfe\xff": UTF16, b"\x1f\x8b": ("gzip", "gunzip unpacks it"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd unpacks it"), b"\xfd7zXZ": ("xz", "unxz unpacks it"),
-    b"BZh": ("bzip2", "bunzip2 unpacks it"), b"PAR1": ("Parquet", "prepro/fineweb.py --input reads it"),
+    b"BZh": ("bzip2", "bunzip2 unpacks it"),
     b"PK\3\4": ("zip", "unzip unpacks it; save a .docx as text"),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The prepro scripts, with a local server and hub: hashes, shards, faults of the network, the text and parquet."""
+"""The prepro scripts, with a local server and hub: hashes, shards, faults of the network, the text, Parquet."""
 
 import asyncio
 import functools
@@ -23,11 +23,10 @@ import prepro_tinyshakespeare
 from conftest import ROOT, Server, assert_one_line_error, hub_pages, run_program
 from llmc.dataloader import open_tokens, write_tokens
 from llmc.errors import UserError
-from llmc.files import locked
 from llmc.tokenizer import read_tokenizer
 from llmc.vocabulary import EOT, open_vocabulary
 from prepro import common, fineweb, pystdlib, tinystories
-from prepro.fineweb import READY_MADE
+from prepro.fineweb import REPOSITORIES
 
 TEXT = b"Some words.\n" * 1000
 
@@ -295,8 +294,6 @@ def test_a_killed_worker_is_noticed():
 # FineWeb
 
 NAMES = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 60))]
-TEXTS = [f"Document {i}. " + "To be, or not to be: that is the question. " * (i * 7919 % 50) for i in range(900)]
-TEXTS[5], TEXTS[300] = "", "<|endoftext|> é 日本 \U0001f600"
 
 
 def files_seen(server):
@@ -333,8 +330,8 @@ def fetch(here, vocabulary_here, monkeypatch, run_here, use_hub):
 
 @pytest.mark.parametrize("flags, repository, theirs, directory, ours", (
     ([], "kjj0/fineweb10B-gpt2", "fineweb", "data/fineweb10B", "fineweb"),
-    (["--size", "100B", "--edu"], READY_MADE[True, "100B"], "finewebedu", "data/edu_fineweb100B", "edu_fineweb"),
-    (["--size", "100B", "--output", "here"], READY_MADE[False, "100B"], "fineweb", "here", "fineweb")))
+    (["--size", "100B", "--edu"], REPOSITORIES[True, "100B"], "finewebedu", "data/edu_fineweb100B", "edu_fineweb"),
+    (["--size", "100B", "--output", "here"], REPOSITORIES[False, "100B"], "fineweb", "here", "fineweb")))
 def test_ready_made_shards(tmp_path, fetch, flags, repository, theirs, directory, ours):
     """With llm.c's names: one to validate and the first N others; more later; what is there and whole is kept."""
     files, folder = make_shards(theirs, [3000, 5000, 4000, 70], tmp_path), tmp_path / directory
@@ -374,92 +371,26 @@ def test_what_is_not_what_the_hub_says_is_refused(tmp_path, fetch):
     for hub, words in ((Hub(files, {NAMES[0]: "0" * 64}), (NAMES[0], "SHA-256", "expected 0000")),
             (Hub({**files, NAMES[0]: files[NAMES[0]][:-2]}), (NAMES[0], "cut short")),
             (Hub({**files, NAMES[0]: np.int32(50257).tobytes()}), (NAMES[0], "token id 50257")),
-            (Hub({"fineweb_000000.npy": b"another kind"}), ("holds no shards", "--parquet")),
+            (Hub({"fineweb_000000.npy": b"another kind"}), ("holds no shards",)),
             (Hub(files, repository="somebody/else"), ("kjj0/fineweb10B-gpt2: cannot be listed", "404"))):
         with hub as server:
             fetch(server, fails=words)
     assert not list((tmp_path / "data" / "fineweb10B").glob("*_0*"))
 
 
-def write_parquet(path, **columns):
-    pyarrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table(columns), path, row_group_size=128)
-
-
-@pytest.fixture
-def expected(here, vocabulary_here):
-    """The tokens of TEXTS, which the current directory has in three files."""
-    for i in range(3):
-        write_parquet(f"{i}.parquet", id=range(300), text=TEXTS[300 * i : 300 * (i + 1)])
-    encoding = open_vocabulary("gpt2").encoding
-    return [id for text in TEXTS for id in (50256, *encoding.encode_ordinary(text))]
-
-
-def shards_of(directory, name="fineweb"):
-    paths = sorted(directory.glob(f"{name}_*_0*.bin"), key=lambda path: path.name[-10:])
-    assert [path.name for path in paths] == [entry.replace("fineweb", name) for entry in NAMES[: len(paths)]]
-    return [open_tokens(path, 50257).tolist() for path in paths]
-
-
-@pytest.fixture
-def tokenize(expected, run_here):
-    """tokenize(flag, ...): of all three files, in this process."""
-    return functools.partial(run_here, fineweb, "--input", "*.parquet", "--output", "out", "--processes", 1,
-                             "--shard_tokens", 50000)
-
-
-def test_it_goes_on_after_an_interruption(tmp_path, tokenize, expected, monkeypatch):
-    """At each shard in turn: whole shards are neither made again nor lost, and their text is not read again."""
-    tokenized, real, size = [], fineweb.tokenize, 60001
-    monkeypatch.setattr(fineweb, "DOCUMENTS", 16)
-    monkeypatch.setattr(fineweb, "tokenize", lambda job: tokenized.append(len(job[2])) or real(job))
-    out = tmp_path / "out"
-    for shards in range(1, 30):
-        before = {path.name: path.stat().st_mtime_ns for path in out.glob("*_0*")}
-        done = tokenize("--shards", shards, "--shard_tokens", size, "--edu")
-        assert all(before[name] == (out / name).stat().st_mtime_ns for name in before)
-        if "Saved" not in done.stdout:
-            break
-        assert done.stdout.startswith(f"3 parquet files of 0.0 GB, {len(before)} shards done, about 0.0 GB to write; ")
-    *whole, last = shards_of(out, "edu_fineweb")
-    assert sum(whole, []) + last == expected and {len(shard) for shard in whole} == {size} and 0 < len(last) <= size
-    assert 4 < shards < 29 and sum(tokenized) < 900 + 2 * shards * 16
-    (out / f"edu_{NAMES[2]}").write_bytes(b"cut short")
-    tokenize("--shard_tokens", size, "--edu")
-    assert shards_of(out, "edu_fineweb") == [*whole, last]
-
-
-def test_parquet_from_the_hub(tmp_path, expected, fetch):
-    """A file at a time, each removed once its text is in shards, by two processes; again where the server failed."""
-    files = {f"sample/10BT/{i:03}.parquet": (tmp_path / f"{i}.parquet").read_bytes() for i in range(3)}
-    flags, out = ("--parquet", "--shard_tokens", 50000, "--processes", 2), tmp_path / "data" / "fineweb10B"
-    with Hub(files, repository="HuggingFaceFW/fineweb") as server:
-        fetch(server, *flags, "--shards", 1)
-        assert [name for name, _ in files_seen(server)] == ["sample/10BT/000.parquet", "sample/10BT/001.parquet"]
-        server.cuts = 10**6
-        fetch(server, *flags, fails=(".parquet", "the download failed", "the same command"))
-        server.cuts = 0
-        assert "3 parquet files of 0.0 GB, 2 shards done" in fetch(server, *flags).stdout
-    assert sum(shards_of(out), []) == expected and not (out / ".download").exists()
-
-
-def test_parquet_that_is_refused(tokenize, tmp_path, run_here, monkeypatch):
-    tokenize("--shards", 1)
-    good = (tmp_path / "1.parquet").read_bytes()
-    (tmp_path / "cut.parquet").write_bytes(good[:9999])
-    write_parquet("title.parquet", title=["a"], id=[1])
-    write_parquet("short.parquet", text=[""] * 40)
-    for flags, words in (("--shards 0", "--shards 0"), ("--shard_tokens 5", "--shard_tokens 5.*--parquet"),
-            ("--input none*.parquet", "none*.parquet.*no file"),
-            ("--input 0.parquet --output out", "out/parquet.json.*--shard_tokens.*another --output"),
-            ("--output out", "out: its shards are made from parquet.*another --output"),
-            ("--input cut.parquet --output o", "cut.parquet.*not a parquet file"),
-            ("--input title.parquet --output o", "title.parquet.*columns title, id.*'text'"),
-            ("--input short.parquet --output o --shard_tokens 40", "40 tokens.*more than the 40 .*--shard_tokens")):
-        run_here(fineweb, "--processes", 1, *flags.split(), fails=words.split(".*"))
-    (tmp_path / "out" / "parquet.json").unlink()
-    tokenize("--input", "0.parquet", fails=(NAMES[0], "not made from parquet", "another --output"))
-    with locked("out"):
-        tokenize("--input", "0.parquet", fails=("another run writes there", "another --output"))
-    monkeypatch.setattr(fineweb, "parquet", None)
-    tokenize("--input", "0.parquet", fails=("pyarrow", "pip install pyarrow"))
+def test_parquet(here, run_here, monkeypatch):
+    """A row is a document, of the column that --field names; in a folder, too."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = ["One. ", "", None, "Two\r\nlines. ", "Three. "]
+    (here / "texts").mkdir()
+    parquet.write_table(pyarrow.table({"id": range(5), "page": texts}), "texts/some.data", row_group_size=2)
+    command = prepro_text, "--vocabulary", "bytes", "--output", "x", "--val_fraction", 0.3
+    done = run_here(*command, "texts", "--field", "page")
+    assert done.stdout.startswith("3 documents in 1 file\n")
+    tokens = np.concatenate([open_tokens(f"x_{split}.bin", 257) for split in ("train", "val")])
+    documents = np.split(tokens, np.flatnonzero(tokens == 256))[1:]
+    assert sorted(bytes(ids[1:].tolist()) for ids in documents) == [b"One. ", b"Three. ", b"Two\nlines. "]
+    run_here(*command, "texts/some.data", fails=("some.data: has columns id, page", "'text'", "--field NAME"))
+    run_here(*command, "texts/some.data", "--field", "id", fails=("some.data: row 1: expected",))
+    Path("cut.parquet").write_bytes(Path("texts/some.data").read_bytes()[:-9])
+    run_here(*command, "cut.parquet", fails=("cut.parquet: not a Parquet file",))
