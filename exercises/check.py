@@ -57,7 +57,7 @@ TESTS = {  # exercise -> the tests that its functions must pass
     6: [f"{LAYERS}encoder"],
     7: [f"{LAYERS}attention", f"{LAYERS}what_is_huge_or_impossible_stays_finite"], 8: [f"{LAYERS}attention"],
     9: [f"{LAYERS}adamw_and_norm_follow_the_formulas"],
-    10: ["test_gpt2.py::test_small_models_agree_with_pytorch",
+    10: ["tests/test_parity.py::test_small_models_agree_with_pytorch",
          f"{LAYERS}gradients_of_accumulated_batches_are_their_mean"],
     16: [f"{LLAMA}rmsnorm"], 17: [f"{LLAMA}rope"], 18: [f"{LLAMA}attention_of_groups"], 19: [f"{LLAMA}swiglu"],
 }  # fmt: skip

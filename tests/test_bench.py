@@ -26,7 +26,7 @@ from llmc.errors import UserError
 from llmc.gpu.fp8 import Fp8
 from llmc.gpu.geometry import KERNELS
 from llmc.settings import parse_settings
-from test_gpt2 import need, untied_llama
+from test_parity import need, untied_llama
 from train_gpt2 import GPT2
 from train_llama3 import Llama3
 
