@@ -53,10 +53,11 @@ def keep_tokenizer(directory, tokenizer):
     """Write tokenizer.bin, for the models in this directory; raises UserError if it exists and differs."""
     path = os.path.join(directory, "tokenizer.bin")
     if not os.path.lexists(path):
-        write_tokenizer(path, tokenizer.tokens, tokenizer.eot)
         for name in FOLDER_FILES if tokenizer.path else ():
             if os.path.exists(source := os.fspath(tokenizer.path).removesuffix("tokenizer.bin") + name):
-                shutil.copyfile(source, os.path.join(directory, name))
+                with open_input(source, EXPORT) as f, replacing(os.path.join(directory, name)) as copy:
+                    shutil.copyfileobj(f, copy)
+        write_tokenizer(path, tokenizer.tokens, tokenizer.eot)  # last: where it is, all are
     elif read_tokenizer(path) != tokenizer:
         raise UserError(f"{path}: is another vocabulary than {tokenizer.path}: choose another -o")
 

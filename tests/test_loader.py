@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import struct
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -361,3 +362,18 @@ def test_replacing(tmp_path, at_call):
         f.write(b"new")
     assert path.read_bytes() == b"new" and done == ["fsync", "replace"]
     assert (tmp_path / "link").is_symlink() and sorted(os.listdir(tmp_path)) == ["file", "link"]
+
+
+def test_a_pipe_is_written_to_and_stays_one(tmp_path):
+    """So does a device, such as /dev/null; what is neither that nor a file is refused."""
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    with replacing(pipe) as f:
+        f.write(b"new")
+    reader.join()
+    assert read == [b"new"] and pipe.is_fifo() and os.listdir(tmp_path) == ["pipe"]
+    with pytest.raises(UserError, match="cannot be written .it is a directory or a device, expected a file"):
+        with replacing(tmp_path):
+            pass
