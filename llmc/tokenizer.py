@@ -4,7 +4,7 @@ import dataclasses
 import os
 import shutil
 
-from llmc.dataloader import tokenizer_beside
+from llmc.dataloader import names_shards, tokenizer_beside, validation_name
 from llmc.errors import UserError
 from llmc.files import EXPORT, TOKENIZER_MAGIC, make_header, open_input, read_header, replacing
 
@@ -65,7 +65,10 @@ def keep_tokenizer(directory, tokenizer):
 def load_tokenizer(settings):
     """Read the tokenizer file: --tokenizer, else the one beside the data (which becomes settings.tokenizer), else
     gpt2_tokenizer.bin. Returns None if there is none; raises UserError if --tokenizer is missing, or -j's differs."""
-    beside, of_val = tokenizer_beside(settings.data), tokenizer_beside(settings.val_data)
+    val_data = settings.val_data
+    if not val_data and settings.val_every and names_shards(settings.data):
+        val_data = validation_name(settings.data)  # which may match files of other vocabularies
+    beside, of_val = tokenizer_beside(settings.data), tokenizer_beside(val_data)
     if not settings.tokenizer and os.path.lexists(beside):
         settings.tokenizer = beside
     path = settings.tokenizer or "gpt2_tokenizer.bin"
