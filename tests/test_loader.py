@@ -249,8 +249,10 @@ def test_a_shuffled_run_goes_on_with_its_own_flags(shards, train):
     resume(*SHARDS, "--shuffle", 0, fails=("--shuffle 1", "expected", "--shuffle 0"))
     resume("-i", "data/s_train_0.bin", "-j", "data/s_val_0.bin", fails=("shuffled, of 3", "-i"))
     state = Path(checkpoint_paths("run", 3)[1])
-    good, end = state.read_bytes(), END_OF_MOMENTS
-    for bad, words in ((good[:end] + struct.pack("<Q", 2) + good[end + 8 :], "data order"),
+    whole, end = state.read_bytes(), END_OF_MOMENTS
+    good = whole[:180] + bytes(8) + whole[188:]  # without a CRC-32
+    for bad, words in ((whole[:-9] + bytes(9), "CRC-32"), (whole[:80] + b"\1" + whole[81:], "CRC-32"),
+                       (good[:end] + struct.pack("<Q", 2) + good[end + 8 :], "data order"),
                        (good[:-1], "bytes, expected"), (good[: end + 3], "bytes, expected")):
         state.write_bytes(bad)
         resume(*SHARDS, fails=(state.name, words))
