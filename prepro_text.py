@@ -8,11 +8,13 @@ Your own text -> tokens: text, Markdown, code, JSON lines; files, folders, quote
         Saved the vocabulary of 50257 tokens to data/mine_tokenizer.bin
     python train_gpt2.py -e d4 -i data/mine -o runs/mine          # trains on it, from random weights
 
-A document is a file; in .jsonl files, and .json files of the same form, it is the --field of a line, and in a .json
-array of objects, that of each. An end-of-text token begins a document. Folders are read in sorted order, without hidden
-files and files that are not UTF-8 text, which are named; links are followed, and each file is read once. A tenth of the
-tokens is for validation (at most 32768; or --val_fraction), the rest for training, in shards if --shard_tokens is
-given: whole documents from all over the text, or of a text whose documents are too long for that, its end.
+A document is a file; in JSON lines, it is the --field of a line, and in a JSON array of objects, that of each: the
+first lines tell, whatever a file's name. An end-of-text token begins a document; `<|endoftext|>` within a text is that
+token, too, as is the name of any other special token that a Hugging Face folder's vocabulary has. Folders are read in
+sorted order, without hidden files and files that are not UTF-8 text, which are named; links are followed, and each file
+is read once. A tenth of the tokens is for validation (at most 32768; or --val_fraction), the rest for training, in
+shards if --shard_tokens is given: whole documents from all over the text, or of a text whose documents are too long for
+that, its end.
 
 The vocabulary is GPT-2's, or `bytes`, the 256 byte values, or `chars`, the characters of the text, as in nanoGPT's
 shakespeare_char, or `bpe:4096`, so many tokens made of the text, or that of a run, to train its model on. Several
@@ -39,11 +41,13 @@ from llmc.dataloader import find_files
 from llmc.errors import UserError, import_package, run_main
 from llmc.files import chunks, errors_of_writing, make_directory, open_input
 from llmc.vocabulary import EOT, Folder, Letters, open_vocabulary
-from prepro.common import (HINT, NotText, add_processes, add_val_fraction, check_not_written_over, check_processes,
-                           in_processes, make_parser, output_paths, progress_bar, save_files, val_tokens)
+from prepro.common import (add_processes, add_val_fraction, check_not_written_over, check_processes, in_processes,
+                           make_parser, output_paths, progress_bar, save_files, val_tokens)
+from prepro.encodings import HINT, NotText, has_controls
 
 VAL_TOKENS = 32768
 PIECE = 1 << 20  # bytes read at a time; also about how many characters are tokenized at a time
+LINES = 8  # the first ones of a file, which tell whether it is JSON lines
 TOKEN_ENDS = re.compile(r"\S[ \n]")  # a token ends between the two: inside tokens, whitespace follows only whitespace
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -122,18 +126,39 @@ def parse_object(text, begins=False):
     return value if isinstance(value, dict) and (begins or end == len(text)) else {}
 
 
-def records_of(path, field, found):
-    """Return what a file's records are, "line" or "element", or None if it is plain text: lines of .jsonl files, and of
-    .json files whose first line is a JSON object of at most 16 MB; elements of .json files that are an array of such.
+def first_records(start):
+    """What the records of a file are that begins so, "line" or "element", and the objects in the first ones, {} for one
+    that is none; None without such a beginning."""
+    if start.startswith("["):
+        return "element", [parse_object(start[1:], begins=True)]
+    if start.startswith("{"):
+        lines = [line for line in start.split("\n")[:-1] if line.strip()]  # the last one may be cut
+        return "line", [parse_object(line) for line in lines[:LINES] or [start]]
+    return None, []
 
-    A .json file found in a folder must also have the field in its first record. Other JSON is plain text.
+
+def records_of(path, field, found):
+    """Return what a file's records are, "line" or "element", or None if it is plain text.
+
+    It has records if it begins with JSON objects: more than half of its first lines, or the first element of an array,
+    of at most 16 MB. A file found in a folder must also have the field in one of them. Lines of .jsonl files always
+    are records, so that a damaged one is an error. With the field '', all is plain text.
     """
-    if path.lower().endswith(".json"):
-        start = "".join(itertools.islice(read_text(path), 16)).lstrip()
-        array = start.startswith("[")
-        first = parse_object(start[1:], begins=True) if array else parse_object(start.partition("\n")[0])
-        return ("element" if array else "line") if field in first or first and not found else None
-    return "line" if path.lower().endswith(".jsonl") else None
+    if not field:
+        return None
+    if path.lower().endswith(".jsonl"):
+        return "line"
+    start = ""
+    for piece in itertools.islice(read_text(path), 16):
+        start = f"{start}{piece}".lstrip()
+        what, first = first_records(start)
+        is_cut = not any(first) and (what == "element" or "\n" not in start)
+        if start and not (what and is_cut):
+            break
+
+    objects = [*filter(None, first)]
+    has_field = any(field in record for record in objects)
+    return what if 2 * len(objects) > len(first) and (has_field or not found) else None
 
 
 def read_array(path, advance):
@@ -141,7 +166,7 @@ def read_array(path, advance):
     try:
         return json.loads("".join(read_text(path, advance)))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON ({error}): mend it, or name it .txt to read it as it is") from None
+        raise UserError(f"{path}: not JSON ({error}): mend it, or pass --field '' to read it as it is") from None
 
 
 def is_parquet(path):
@@ -181,7 +206,8 @@ def read_field(path, field, what, advance):
                 texts = ", ".join(key for key in record if isinstance(record[key], str))
                 seen = f"text in {texts or 'no field'} (of {', '.join(record)}): pass --field NAME"
             where = f"{path}:{number}" if what == "line" else f"{path}: {what} {number}"
-            raise UserError(f"{where}: expected a JSON object with text in {field!r}, found {seen}")
+            raise UserError(f"{where}: expected a JSON object with text in {field!r}, found {seen}, or"
+                            " --field '' to read the file as it is")
         yield record[field].replace("\r\n", "\n").encode(errors="replace").decode()  # replace lone surrogates
 
 
@@ -192,8 +218,8 @@ def documents(path, field, found, advance, whole=False):
         return
     begins, rest = True, ""
     for text in read_text(path, advance):
-        if "\0" in text and (found or NotText(path, "", b"\0").kind != "binary"):
-            raise NotText(path, "a NUL character", b"\0")
+        if has_controls(text) or found and "\0" in text:
+            raise NotText(path, "control characters", text.encode())
         rest += text
         if len(rest) >= PIECE // 4 and not whole:  # characters have up to 4 bytes
             ends = [match.start() + 1 for match in TOKEN_ENDS.finditer(rest, max(0, len(rest) - 65536))]
@@ -244,8 +270,9 @@ def make_bpe(size, texts, field, folder):
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, special_tokens=[EOT], initial_alphabet=letters.alphabet(),
                                              max_token_length=255, show_progress=False)
     with progress_bar(total_size(texts), "making tokens", "B") as advance:
-        pieces = (re.sub(r"(\S{1000})(?=\S)", r"\1 ", text)  # a long word takes time by the square of its length
-                  for path, found in texts.items() for _, text in documents(path, field, found, advance))
+        pieces = (re.sub(r"(\S{1000})(?=\S)", r"\1 ", part)  # a long word takes time by the square of its length
+                  for path, found in texts.items() for _, text in documents(path, field, found, advance)
+                  for part in text.split(EOT))
         tokenizer.train_from_iterator(pieces, trainer)
     tokenizer.save(os.path.join(folder, "tokenizer.json"))
     with open(os.path.join(folder, "generation_config.json"), "w") as f:
@@ -256,21 +283,25 @@ def tokenize(job):
     """The tokens of a job's documents, as token_type says; their number of characters, and {character that no token
     stands for: how often}."""
     ids, lengths, lost = [], [], collections.Counter()
+    is_folder = isinstance(VOCABULARY, Folder)  # which finds the names of its special tokens itself
     for begins, text in job:
-        if begins:
-            ids.append(VOCABULARY.eot)
-            lengths.append(0)
+        for part in [text] if is_folder else text.removeprefix(EOT * begins).split(EOT):
+            if begins:
+                ids.append(VOCABULARY.eot)
+                lengths.append(0)
+            begins = True
 
-        found, of_text, lacking = VOCABULARY.measure(text.translate(LACKING) if LACKING else text)
-        ids += found
-        lengths += [*of_text]
-        if lengths:
-            lengths[-1] += len(text.encode()) - sum(of_text)  # what is left out, or dropped at the end
-        lost.update(letter for letter in lacking if not letter.isspace())
+            found, of_part, lacking = VOCABULARY.measure(part.translate(LACKING) if LACKING else part)
+            ids += found
+            lengths += of_part
+            if found:
+                lengths[-1] += len(part.encode()) - sum(of_part)  # what is left out, or dropped at the end
+            lost.update(letter for letter in lacking if not letter.isspace())
 
     tokens = np.empty(len(ids), token_type(VOCABULARY))
     tokens["id"] = ids
     tokens["bytes"] = lengths
+    tokens["bytes"][tokens["id"] == VOCABULARY.eot] = 0  # its name in a text is no text
     return tokens, sum(len(text) for _, text in job), lost
 
 
@@ -297,7 +328,8 @@ def survey(paths, args, known):
                 for begins, text in documents(path, args.field, found, advance):
                     begun += begins
                     if counts_them:
-                        seen.update(set(text) if args.vocabulary == "chars" else text)
+                        letters = text.replace(EOT, "")
+                        seen.update(set(letters) if args.vocabulary == "chars" else letters)
             except NotText as error:
                 if not found:
                     raise
@@ -323,7 +355,8 @@ def main():
     parser.add_argument("--vocabulary", default="gpt2", metavar="NAME",
                         help="gpt2; bytes: the 256 byte values; chars: the characters of the text; bpe:N: at most N"
                         " tokens made of it; the directory of a run; or a Hugging Face folder: its tokenizer.json")
-    parser.add_argument("--field", metavar="NAME", default="text", help="field of a JSON object that has the text")
+    parser.add_argument("--field", metavar="NAME", default="text",
+                        help="field of a JSON object that has the text; '': JSON is text like any other")
     parser.add_argument("--shard_tokens", type=int, metavar="N", default=argparse.SUPPRESS,
                         help="split the training tokens over shards, PREFIX_train_000000.bin and on, of at most N")
     add_processes(parser, "pieces of text")

@@ -1,11 +1,13 @@
 """Token files, and the loader of batches. A token file is raw int32 (llm.c of April 2024) or, as its magic tells, a
 header with [2] the count (64 bits; llm.c reads the lower half) and [4] the bytes of text (64 bits, ours), then uint16
-(llm.c of today) or uint32 (its Llama)."""
+(llm.c of today) or uint32 (its Llama), or, as its ids tell, raw uint16 (nanoGPT)."""
 
+import filecmp
 import glob
 import itertools
 import os
 import re
+import sys
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from llmc.files import (FILE_CHUNK, HEADER_BYTES, KINDS, TOKENS32_MAGIC, TOKENS_
                         open_input, read_header, read_into, replacing)
 from llmc.shuffle import SEED, first_position, samples_from
 
+SAMPLE_BYTES = 1 << 22  # the start of a file without a header, which tells of what type it is
 HEADERS = {"uint16": (TOKENS_MAGIC, 1, np.dtype("<u2")), "uint32": (TOKENS32_MAGIC, 7, np.dtype("<u4"))}
 
 
@@ -60,10 +63,15 @@ class TokenFile:
                 if header[1] != version:
                     raise UserError(f"{path}: token file version {header[1]}, expected {version}; {hint}")
                 check_size(f, self.offset + self.dtype.itemsize * self.size, f"{self.size} {format} tokens", hint)
-            elif size % 4:
-                raise UserError(f"{path}: {size} bytes, expected a whole number of int32 tokens; {hint}")
             else:
-                self.dtype, self.offset, self.size = np.dtype("<i4"), 0, size // 4
+                f.seek(0)
+                is_uint16 = size % 2 == 0 and is_raw_uint16(f.read(SAMPLE_BYTES), size, V)
+                self.dtype, self.offset = np.dtype("<u2" if is_uint16 else "<i4"), 0
+                self.size = size // self.dtype.itemsize
+                if size % self.dtype.itemsize:
+                    raise UserError(f"{path}: {size} bytes, expected a whole number of int32 tokens; {hint}")
+                if is_uint16:
+                    print(f"note: {path}: has no header: its ids are uint16, as nanoGPT writes them", file=sys.stderr)
         if self.size < least:
             raise UserError(f"{path}: {self.size} tokens, expected at least {least}{why}")
 
@@ -79,6 +87,19 @@ class TokenFile:
         with open_input(self.path, self.hint) as f:
             for start in range(0, min(count, self.size), FILE_CHUNK):
                 self.read(f, start, min(FILE_CHUNK, self.size - start))
+
+
+def is_raw_uint16(start, size, V):
+    """Whether the ids of a file of `size` bytes without a header, which begins with the bytes `start`, are uint16: as
+    int32 they are none of V, and both halves of such an int32 are as large, by their median. (The upper halves of int32
+    ids are nearly all 0.) Text and NumPy's files are no ids."""
+    start = start[: len(start) // 4 * 4]
+    ids, halves = np.frombuffer(start, "<i4"), np.frombuffer(start, "<u2")
+    if not ids.size or V > 1 << 16 or size % 4 == 0 and 0 <= ids.min() and ids.max() < V:
+        return False
+    is_text = not (np.frombuffer(start, np.uint8) < 9).any()
+    lower, upper = np.median(halves[0::2]), np.median(halves[1::2])
+    return not is_text and not start.startswith(b"\x93NUMPY") and 0 < lower <= 2 * upper <= 4 * lower
 
 
 def check_ids(path, tokens, V):
@@ -109,11 +130,18 @@ def names_shards(data):
 
 
 def tokenizer_beside(data):
-    """PREFIX_tokenizer.bin, which prepro scripts write beside PREFIX_train.bin, PREFIX_val.bin; "" for other names."""
+    """PREFIX_tokenizer.bin, which prepro scripts write beside PREFIX_train.bin, PREFIX_val.bin; "" for other names. Of
+    a pattern, the first such file that is there; raises UserError if there are several, and they differ."""
     if not names_shards(data):
         return f"{data}_tokenizer.bin"
-    found = re.match(r"(.*)(train|val)[^/\\]*$", data)
-    return f"{found[1]}tokenizer.bin" if found else ""
+    matches = (re.match(r"(.*)(train|val)[^/\\]*$", path) for path in [*find_files(data), data])
+    paths = [f"{match[1]}tokenizer.bin" for match in matches if match]
+    there = [path for path in dict.fromkeys(paths) if os.path.isfile(path)]
+    for path in there[1:]:
+        if not filecmp.cmp(path, there[0], shallow=False):
+            raise UserError(f"{data}: matches files of different vocabularies, {there[0]} and {path}: choose files of"
+                            " one")
+    return next(iter(there + paths[-1:]), "")
 
 
 def validation_name(train):

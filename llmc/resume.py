@@ -15,6 +15,7 @@ from llmc.checkpoint import (padded, rank_path, read_model, read_optimizer_state
                              write_optimizer_state)
 from llmc.errors import DIVERGED, UserError
 from llmc.files import open_input, replacing
+from llmc.outliers import WINDOW
 from llmc.single_process import SINGLE_PROCESS
 from llmc.tensors import check_finite
 from llmc.tokenizer import find_tokenizer, read_tokenizer
@@ -128,8 +129,8 @@ def read_start(settings, first_step, tokenizer, architecture):
 
     beside = find_tokenizer(start, config.V) if tokenizer and not made else None
     if beside and tokenizer != read_tokenizer(beside):
-        raise UserError(f"{tokenizer.path}: is another vocabulary than {beside}: choose a model and data of one"
-                        " vocabulary, or pass --tokenizer FILE")
+        raise UserError(f"{tokenizer.path}: is another vocabulary than {beside} ({V} tokens, the model has"
+                        f" V={config.V}): choose a model and data of one vocabulary, or pass --tokenizer FILE")
     if V < config.V and (beside or tokenizer and config.V == padded(V)):  # rows without a token are padding
         config = without_padding(config, params, V)
     elif tokenizer and V != config.V and os.environ.get("RANK", "0") == "0":
@@ -137,12 +138,38 @@ def read_start(settings, first_step, tokenizer, architecture):
     return config, params, start
 
 
+def is_hex(text):
+    return isinstance(text, str) and re.fullmatch("(?:[0-9a-f]{8})*", text)  # of float32 numbers
+
+
+NOTES = {  # what a checkpoint's notes may hold: a test of its value
+    **dict.fromkeys(("data", "val_data", "model", "precision"), lambda text: isinstance(text, str)),
+    "update_tokens": lambda number: type(number) is int and number > 0,
+    "lowest": lambda pair: [type(number) for number in pair] in ([float, int], [int, int]),
+    "recent": lambda rows: len(rows) == 2 and all(
+        type(row["count"]) is int and 0 <= row["count"] < 2**31 and len(row["values"]) == WINDOW
+        and {*map(type, row["values"])} <= {int, float} for row in rows),
+    "fp8": lambda state: type(state["updates"]) is int and is_hex(state["history"]) and is_hex(state["scales"])}
+
+
 def read_notes(directory, step):
     """Read a checkpoint's notes, a dict; raises UserError if they are damaged."""
     *_, marker = checkpoint_paths(directory, step)
-    with open_input(marker, go_back(marker)) as f, contextlib.suppress(ValueError):
-        return json.loads(f.read() or "{}")
-    raise UserError(f"{marker}: cannot be read; {go_back(marker)}")
+    with open_input(marker, go_back(marker)) as f:
+        try:
+            notes = json.loads(f.read() or "{}")  # llm.c's file is empty
+        except (ValueError, RecursionError):
+            raise UserError(f"{marker}: is not JSON; {go_back(marker)}") from None
+    if not isinstance(notes, dict):
+        raise UserError(f"{marker}: is {notes!r:.60}, expected a JSON object; {go_back(marker)}")
+    for name in NOTES.keys() & notes.keys():
+        try:
+            is_right = NOTES[name](notes[name])
+        except (TypeError, KeyError):  # of another structure
+            is_right = False
+        if not is_right:
+            raise UserError(f"{marker}: {name!r} is {notes[name]!r:.60}, which no run writes; {go_back(marker)}")
+    return notes
 
 
 def restore(settings, owned, step, loader, random):

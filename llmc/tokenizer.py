@@ -7,7 +7,7 @@ import re
 import shutil
 
 from llmc.checkpoint import padded
-from llmc.dataloader import tokenizer_beside
+from llmc.dataloader import names_shards, tokenizer_beside, validation_name
 from llmc.errors import UserError
 from llmc.files import EXPORT, TOKENIZER_MAGIC, make_header, open_input, read_header, replacing
 
@@ -76,10 +76,11 @@ def keep_tokenizer(directory, tokenizer):
     """Write tokenizer.bin, for the models in this directory; raises UserError if it exists and differs."""
     path = os.path.join(directory, "tokenizer.bin")
     if not os.path.lexists(path):
-        write_tokenizer(path, tokenizer.tokens, tokenizer.eot)
         for name in FOLDER_FILES if tokenizer.path else ():
             if os.path.exists(source := os.fspath(tokenizer.path).removesuffix("tokenizer.bin") + name):
-                shutil.copyfile(source, os.path.join(directory, name))
+                with open_input(source, EXPORT) as f, replacing(os.path.join(directory, name)) as copy:
+                    shutil.copyfileobj(f, copy)
+        write_tokenizer(path, tokenizer.tokens, tokenizer.eot)  # last: where it is, all are
     elif read_tokenizer(path) != tokenizer:
         raise UserError(f"{path}: is another vocabulary than {tokenizer.path}: choose another -o")
 
@@ -105,7 +106,10 @@ def find_tokenizer(model, V):
 def load_tokenizer(settings):
     """Read the tokenizer file: --tokenizer, else the one beside the data (which becomes settings.tokenizer), else
     gpt2_tokenizer.bin. Returns None if there is none; raises UserError if --tokenizer is missing, or -j's differs."""
-    beside, of_val = tokenizer_beside(settings.data), tokenizer_beside(settings.val_data)
+    val_data = settings.val_data
+    if not val_data and settings.val_every and names_shards(settings.data):
+        val_data = validation_name(settings.data)  # which may match files of other vocabularies
+    beside, of_val = tokenizer_beside(settings.data), tokenizer_beside(val_data)
     if not settings.tokenizer and os.path.lexists(beside):
         settings.tokenizer = beside
     path = settings.tokenizer or "gpt2_tokenizer.bin"

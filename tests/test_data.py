@@ -1,6 +1,7 @@
 """The prepro scripts, with a local server and hub: hashes, shards, faults of the network, the text, Parquet."""
 
 import asyncio
+import errno
 import functools
 import hashlib
 import json
@@ -13,6 +14,7 @@ import sys
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import huggingface_hub.file_download as download
 import numpy as np
@@ -29,6 +31,7 @@ from prepro import common, fineweb, pystdlib, tinystories
 from prepro.fineweb import REPOSITORIES
 
 TEXT = b"Some words.\n" * 1000
+RUSSIAN = "Паром уходит в полдень, и чайки летят за ним.\n"
 
 
 @pytest.mark.parametrize("format, val, train", (
@@ -110,8 +113,9 @@ def test_a_folder_of_text(tmp_path, vocabulary_here, prepare, vocabulary, V):
         "b/package.json": b'{\n  "name": "x"\n}\n', "b/lines.json": b'\n{"text": "one"}\n\n{"text": "two"}\n',
         "b/one.json": b'{"name": "y"}', "empty.txt": b"", "b/all.json": b'[{"text": "all"}]',
         "z.jsonl": b'{"text": "three\\r\\n", "id": 3}\r\n{"id": 4, "text": ""}\n{"text": "\\ud83d\\ude00 \\ud83d"}',
-        "b/picture.png": b"\x89PNG\0\xff\xfe", "old.txt": b"caf\xe9", "windows.txt": "old\n".encode("utf-16"),
-        "b/numbers.bin": np.arange(9).tobytes(), ".hidden.txt": b"secret", ".git/config": b"secret"}
+        "b/picture.png": b"\x89PNG\0\xff\xfe", "old.txt": RUSSIAN.encode("koi8-r"),
+        "windows.txt": "old\n".encode("utf-16"), "b/numbers.bin": np.arange(9).tobytes(),
+        ".hidden.txt": b"secret", ".git/config": b"secret"}
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
@@ -125,7 +129,7 @@ def test_a_folder_of_text(tmp_path, vocabulary_here, prepare, vocabulary, V):
     assert len(tokenizer.tokens) == V or tokenizer.tokens[:-1] == characters
     assert printed.startswith("14 documents in 13 files; skipped 2 hidden names, 3 binary files, such as ")
     again = prepare("folder/*.md", "folder", "folder/a.md", "--vocabulary", vocabulary, "--format", "uint16",
-                    warns="1 latin1 file left out")
+                    warns="1 KOI8-R file left out")
     assert again[0] == tokens, "a file is read once"
 
 
@@ -201,7 +205,9 @@ def test_shards_are_the_same_tokens(here, run_here):
     ("empty.txt", b"", "empty.txt.*no text in 1 file", ""), ("w", b"\xff\xfeH\0", "iconv -f utf-16", ""),
     ("latin.txt", b"x" * 2500 + b"caf\xe9 ", "latin.txt.*not UTF-8.*byte 2503", ""),
     ("x.gz", b"\x1f\x8b", "gunzip", ""), ("short.txt", b"a", "2 tokens of text.*--val_fraction", ""),
-    ("c.json", b'[{"text": "c"},', "not JSON", ""),
+    ("c.json", b'[{"text": "c"},', "not JSON.*--field ''", ""),
+    ("c", b'{"story": "c"}\n{"story": "d"}\n', "c:1.*text in story.*--field NAME.*--field ''", ""),
+    ("c.txt", b'{"text": "c"}\n{"text": "d"}\n{"text": 1}\n', "c.txt:3.*text in no field", ""),
     ("a.jsonl", b'{"text": "a"}\n{"story": "b"}\n', "a.jsonl:2.*'text'.*found text in story.*--field NAME", ""),
     ("c.jsonl", b'{"text": "a"}\nnot JSON\n', "c.jsonl:2.*found 'not JSON': mend or", ""),
     ("d.jsonl", b'{"text": "a"}\n', "d.jsonl:1.*'story'", "--field story"),
@@ -215,6 +221,82 @@ def test_text_that_is_refused(here, vocabulary_here, run_here, monkeypatch, name
     flags = flags.split()
     run_here(prepro_text, "--output", "out/x", *([] if "." in flags else [name]), *flags, fails=words.split(".*"))
     assert not list(here.glob("out/*")) and (here / name).read_bytes() == data
+
+
+@pytest.mark.parametrize("encoding, kind, text", (
+    ("gbk", "GBK", "渡轮中午离开，海鸥跟着它。我们数船，有四十艘。\n"),
+    ("big5", "Big5", "渡輪中午離開，海鷗跟著牠。\n"),
+    ("shift_jis", "Shift-JIS", "渡し船は正午に出て、かもめがついて行く。\n"),
+    ("euc_jp", "EUC-JP", "私たちは港で船を数えた。カモメは四十羽いた。天気はとても良い。\n"),
+    ("euc_kr", "EUC-KR", "배는 정오에 떠나고 갈매기가 따라간다.\n"), ("koi8-r", "KOI8-R", RUSSIAN),
+    ("cp1251", "Windows-1251", RUSSIAN), ("cp866", "CP866", RUSSIAN),
+    ("cp1252", "Windows-1252", "Die Fähre fährt mittags ab, und die Möwen folgen ihr über das Wasser.\n"),
+    ("cp1253", "Windows-1253", "Το πλοίο φεύγει το μεσημέρι και οι γλάροι το ακολουθούν.\n"),
+    *((encoding, encoding[:6].upper(), text) for text in (RUSSIAN, "Hello world, this is text.\n")
+      for encoding in ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be", "utf-16", "utf-32"))))
+@pytest.mark.parametrize("package", (True, False))
+def test_other_encodings(here, run_here, monkeypatch, encoding, kind, text, package):
+    """The command of the hint makes the text; without charset-normalizer, there is none for one byte a letter."""
+    if not package:
+        monkeypatch.setitem(sys.modules, "charset_normalizer", None)
+    (here / "x.txt").write_bytes((60 * text).encode(encoding))
+    told = package or kind.startswith("UTF")
+    says = kind, "iconv -f" if told else "save it as UTF-8"
+    done = run_here(prepro_text, "x.txt", "--vocabulary", "chars", check=False)
+    assert_one_line_error(done, "x.txt: not UTF-8 text", *says[not told:])
+    if told:
+        assert f"looks like {kind}" in done.stderr and " or " not in done.stderr
+        name = re.search("iconv -f ([^ ]+) ", done.stderr)[1]
+        assert (here / "x.txt").read_bytes().decode(name) == 60 * text
+    assert [*here.iterdir()] == [here / "x.txt"]
+
+
+def test_json_is_found_by_what_is_in_a_file(here, prepare):
+    """Not by its name; text that only begins so is text, and with --field '' all is."""
+    flags = ("--vocabulary", "bytes", "--val_fraction", 0.5)
+    lines, array = '{"text": "one"}\n\n{"text": "two"}\n', ' [\n{"text": "one"},\n{"text": "two"}]'
+    for name, data in (("a.txt", lines), ("b", lines), ("c.json", lines), ("d.txt", array), ("e", array),
+                       ("f.jsonl", lines), ("g.log", lines + "\n"), ("h", "\ufeff" + lines)):
+        Path(name).write_text(data)
+        tokens, tokenizer, printed = prepare(name, *flags)
+        assert printed.startswith("2 documents in 1 file")
+        assert sorted(text_of(tokens, tokenizer).split(EOT)) == ["", "one", "two"]
+        tokens, tokenizer, printed = prepare(name, *flags, "--field", "")
+        assert printed.startswith("1 document in 1 file") and "{" in text_of(tokens, tokenizer)
+    texts = ('{"text": "x"} is an object,\nas here.\n', '{\n  "text": "x"\n}\n', "{ and {\n{}\n", "[a link](x)\n",
+             '{"text": "x"}\nand\nmore\n', "[1, 2]\n", "{'text': 'x'}\n", '["text"]\n', "{" * 9999)
+    (here / "folder").mkdir()
+    for i, data in enumerate((*texts, '{"name": "x"}\n{"name": "y"}\n', '[{"name": "x"}]')):
+        Path(f"folder/{i}.txt").write_text(data)
+        if data in texts:
+            tokens, tokenizer, printed = prepare(f"folder/{i}.txt", *flags)
+            assert text_of(tokens, tokenizer) == f"{EOT}{data}"
+    assert prepare("folder", *flags)[2].startswith("11 documents in 11 files\n")
+
+
+@pytest.mark.parametrize("vocabulary", ("gpt2", "bytes", "chars", "bpe:600"))
+def test_end_of_text_within_a_text(here, vocabulary_here, prepare, vocabulary):
+    """is the token, in every vocabulary, and adds no letters to one of characters."""
+    Path("x.txt").write_text(f"one{EOT}two {EOT}\n" * 40)
+    tokens, tokenizer, _ = prepare("x.txt", "--vocabulary", vocabulary)
+    found = text_of(tokens, tokenizer)  # in another order: documents to validate are drawn
+    assert tokens.count(tokenizer.eot) == found.count(EOT) == 121 - 40
+    assert sorted(found.split(EOT)) == sorted(["", "one", *["\none"] * 39, *["two "] * 40, "\n"])
+    assert not [token for token in tokenizer.tokens if b"endof" in token and token != EOT.encode()]
+    assert vocabulary != "chars" or len(tokenizer.tokens) == len(set("one two\n")) + 1
+
+
+@pytest.mark.parametrize("call", range(3))
+def test_a_full_disk_leaves_all_files_of_before(here, run_here, at_call, call):
+    """Tokens for validation and for training, and the vocabulary."""
+    Path("x.txt").write_text("abc\n" * 100)
+    run_here(prepro_text, "x.txt", "--vocabulary", "bytes", "--output", "x")
+    before = {path.name: path.read_bytes() for path in here.iterdir()}
+    at_call(os, "fsync", call, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    Path("y.txt").write_text("abd\n" * 900)
+    run_here(prepro_text, "y.txt", "--vocabulary", "chars", "--output", "x", fails=("x_", "No space left on device"))
+    Path("y.txt").unlink()
+    assert {path.name: path.read_bytes() for path in here.iterdir()} == before
 
 
 def test_numpy_alone_is_enough_for_own_text(tmp_path):

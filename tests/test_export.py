@@ -39,6 +39,17 @@ def hf_folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def hf_llama(tmp_path_factory):
+    """With a head of its own."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=50, max_position_embeddings=40, hidden_size=48, intermediate_size=40, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2))
+    model.save_pretrained(folder := tmp_path_factory.mktemp("llama"))
+    return folder
+
+
 def test_import_of_shards(tmp_path, hf_folder):
     hf_model().save_pretrained(tmp_path, max_shard_size="50KB")
     one, many = (e.read_hf_folder(folder)[1:] for folder in (hf_folder, tmp_path))
@@ -46,6 +57,30 @@ def test_import_of_shards(tmp_path, hf_folder):
     first, _, *_ = sorted(tmp_path.glob("model-*"))
     first.unlink()
     pytest.raises(UserError, e.read_hf_folder, tmp_path).match(f"{first.name}: no such file")
+
+
+@pytest.mark.parametrize("prefix", ("", "module.", "_orig_mod.", "language_model."))
+@pytest.mark.parametrize("base", (True, False))
+@pytest.mark.parametrize("kind", ("gpt2", "llama"))
+def test_tensors_with_another_prefix(tmp_path, hf_folder, hf_llama, kind, base, prefix):
+    """base: of the model within the one with a head; a head of a Llama's own has a prefix as well."""
+    folder, inner = {"gpt2": (hf_folder, "transformer."), "llama": (hf_llama, "model.")}[kind]
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    weights = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load_file(weights)
+    safetensors.torch.save_file({prefix + (name if base else name.removeprefix(inner)): tensor
+                                 for name, tensor in tensors.items()}, weights)
+    want, found = (e.read_hf_folder(path)[1:] for path in (folder, tmp_path))
+    assert found[0] == want[0] and np.array_equal(flat(found[1]), flat(want[1]))
+
+
+@pytest.mark.parametrize("name", ("/dev/zero", "../model.safetensors", "a/../../b", "zero"))
+def test_an_index_that_leads_elsewhere(tmp_path, hf_folder, name):
+    """A link to a device, too."""
+    shutil.copy(hf_folder / "config.json", tmp_path)
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"wte.weight": name}}))
+    pytest.raises(UserError, e.read_hf_folder, tmp_path).match(f"names '{name}'|zero: is no file")
 
 
 def test_the_newest_model_of_a_run_and_its_end_of_text(tmp_path, run_here):
@@ -98,10 +133,6 @@ def test_export_with_a_tokenizer(tmp_path, run_here, vocabulary_here, vocabulary
     if vocabulary != "gpt2":
         run_here(e, "--to_hf", model, tmp_path / "without")
         assert sorted(os.listdir(tmp_path / "without")) == ["config.json", "model.safetensors", "tokenizer.bin"]
-    write_tokenizer(tmp_path / "tokenizer.bin", tokens[1:], encoding.eot - 1)
-    run_here(e, "--to_hf", model, tmp_path / "bad",
-             fails=[f"tokenizer.bin: {config.V - 1} tokens, but the model has V={config.V}"])
-    assert not (tmp_path / "bad").exists()
     (tmp_path / "tokenizer.bin").unlink()  # V does not say which it is
     assert "tokenizer.bin: no such file" in run_here(e, "--to_hf", model, tmp_path / "none").stderr
     assert sorted(os.listdir(tmp_path / "none")) == ["config.json", "model.safetensors"]
@@ -199,6 +230,11 @@ def test_faults(tmp_path, export, flags, words):
     ("wpe.weight has shape .* expected .* from config.json", {"n_positions": 41}),
     ("tensor ln_f.scale and 1 more would", {"transformer.ln_f.scale": torch.zeros(1), "score": torch.ones(1)}),
     ("config.json: not the configuration", lambda folder: (folder / "config.json").write_text("[" * 9999)),
+    *(("n_layer is .*from 1 to 2.31 - 1", {"n_layer": value}) for value in (0, -1, 1 << 80, 10**400, 2.5, 1e300, "2")),
+    ("n_layer is 'x.{0,60}, expected", {"n_layer": "x" * 5000}),
+    ("config.json: not the configuration", {"n_layer": float("inf")}), ("describes a model of", {"n_layer": 10**9}),
+    ("config.json: not the configuration", lambda folder: (folder / "config.json").write_text('{"n_layer": 1%s}'
+                                                                                             % ("0" * 9999))),
     ("lm_head.weight differs", {"lm_head.weight": torch.zeros(50, 48)}),
     ("NaN", {"transformer.ln_f.bias": torch.full((48,), torch.nan)})))
 def test_hugging_face_folder_faults(tmp_path, hf_folder, words, damage):

@@ -18,7 +18,7 @@ from llmc.checkpoint import owned_by_one, Progress, read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.files import MODEL_MAGIC, OPTIMIZER_MAGIC
-from llmc.resume import checkpoint_paths, complete_checkpoints, save_checkpoint
+from llmc.resume import checkpoint_paths, complete_checkpoints, read_notes, save_checkpoint
 from llmc.shuffle import Position
 from llmc.tensors import flat
 from llmc.tokenizer import read_tokenizer, write_tokenizer
@@ -238,13 +238,17 @@ def test_damaged_checkpoints_and_logs(workplace, train):
     model, state, marker = map(Path, checkpoint_paths("run", 2))
     good, good_model, again = state.read_bytes(), model.read_bytes(), ("-x", 3, "-o", "run", "-y", 1)
 
-    def fails(*words, data=good, **header):
+    def fails(*words, data=good, crc=0, **header):
         state.write_bytes(data)
-        patch_header(state, **header)
+        patch_header(state, h45=crc, **header)
         assert_one_line_error(train(*again), *words)
 
     fails(state, "bytes, expected", f"remove {marker}", data=good[:-1])
     fails(state, "is a GPT-2 checkpoint", h0=MODEL_MAGIC)
+    fails(state, "step -1", f"remove {marker}", h10=-1)
+    for slot in (20, 42, 300):  # the sampler's state, a flag, a moment
+        flipped = int(np.frombuffer(good, "<i4")[slot]) ^ 1
+        fails(state, "is damaged (another CRC-32", f"remove {marker}", crc=1, **{f"h{slot}": flipped})
     fails(state, "--spread 1", "expected", "--spread 0", h42=1)
     fails(state, "step 5", h10=5)
     fails("batch 9999", h32=9999)
@@ -263,7 +267,35 @@ def test_damaged_checkpoints_and_logs(workplace, train):
     assert "resuming at step 2" in train(*again, check=True).stdout
 
 
+@pytest.mark.parametrize("text", (
+    "null", "[]", "3", '"run"', "[1, {}]", "NaN", "{", "\x80", "[" * 9999, '{"model": 3}', '{"model": ["d2"]}',
+    '{"update_tokens": "x"}', '{"update_tokens": -1}', '{"update_tokens": 1.5}', '{"lowest": 3}', '{"lowest": [1.5]}',
+    '{"lowest": ["a", 2]}', '{"recent": {}}', '{"recent": [1, 2]}', '{"recent": [{"count": 1, "values": [2]}, {}]}',
+    '{"fp8": []}', '{"fp8": {"updates": 1, "history": "0", "scales": "x"}}', '{"val_data": null}', '{"data": {}}'))
+def test_markers_that_no_run_writes(here, text):
+    """Other JSON, or none. llm.c's is empty; fields that are not known are left alone."""
+    marker = Path("DONE_00000001")
+    marker.write_bytes(text.encode("latin1"))
+    pytest.raises(UserError, read_notes, "", 1).match(f"{marker}: .*; remove {marker} to resume")
+    for text, notes in (("", {}), ("{}", {}), ('{"later": [1]}', {"later": [1]})):
+        marker.write_text(text)
+        assert read_notes("", 1) == notes
+
+
 def test_a_full_disk_is_one_line(workplace):
     command = f"{sys.executable} {ROOT / 'train_gpt2.py'} -b 2 -t 8 -v 0 -s 0 -x 2000 > /dev/full"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert_one_line_error(done, "No space left")
+
+
+@pytest.mark.parametrize("work", (
+    "print('x')", "print('x', end='')", "sys.stdout.buffer.write(b'x')", "print('x' * 99999)",
+    "(print('x', end=''), sys.exit(0))"))
+def test_output_to_a_full_disk(work):
+    """is one line, of output of any kind: Python's own traceback at exit, and its status of 120, are kept away."""
+    program = f"import sys; from llmc.errors import run_main; sys.argv = ['x.py']; run_main(lambda: {work} and None)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+                              env=environment, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "x.py: error: No space left on device\n")

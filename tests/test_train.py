@@ -381,7 +381,7 @@ def test_a_damaged_batch_changes_no_weight(workplace, train, run_here, flag, wha
     for name in checkpoint_paths("", 142):
         assert Path("parts", name).read_bytes() == Path("whole", name).read_bytes()
     Path("whole/DONE_00000142").write_text("{")
-    run_here(train_gpt2, *FAST, "-x", 143, "-o", "whole", "-y", 1, fails=["DONE_00000142: cannot be read; remove "])
+    run_here(train_gpt2, *FAST, "-x", 143, "-o", "whole", "-y", 1, fails=["DONE_00000142: is not JSON; remove "])
 
 
 def test_schedules():

@@ -18,7 +18,7 @@ import itertools
 import os
 import warnings
 
-from llmc.checkpoint import Owned, check_state_size, is_whole, rank_path, read_state_header
+from llmc.checkpoint import Owned, check_crc, check_state_size, is_whole, rank_path, read_state_header
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, open_input, read_into
 from llmc.gpu.device import cp
@@ -361,6 +361,8 @@ class OwnedShare(Owned):
                     raise UserError(f"{other.name}: does not belong to {f.name}; {hint}")
             ends = [check_state_size(*file, len(arrays) * sources.share_size(rank), sources.size, hint)
                     for rank, file in enumerate(files)]
+            for file in files[self.rank :: self.ranks]:  # each rank checks its part of the files
+                check_crc(*file, hint)
             for i, array in enumerate(arrays):
                 for rank, (source, _) in enumerate(files) if array is not None else ():
                     self.read_from(source, HEADER_BYTES + 4 * i * sources.share_size(rank), sources.pieces(rank), array)
