@@ -35,7 +35,6 @@ from llmc.dataloader import DataLoader, write_tokens
 from llmc.errors import UserError
 from llmc.outliers import LOSS, RECENT, WINDOW, notes_on, read_recent, z_score
 from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint
-from llmc.schedulers import learning_rate_at
 from llmc.settings import parse_settings, Settings
 from llmc.tensors import flat, table_elements
 from llmc.tokenizer import read_tokenizer, write_tokenizer
@@ -382,23 +381,6 @@ def test_a_damaged_batch_changes_no_weight(workplace, train, run_here, flag, wha
         assert Path("parts", name).read_bytes() == Path("whole", name).read_bytes()
     Path("whole/DONE_00000142").write_text("{")
     run_here(train_gpt2, *FAST, "-x", 143, "-o", "whole", "-y", 1, fails=["DONE_00000142: cannot be read; remove "])
-
-
-def test_schedules():
-    def rates(**settings):
-        settings = Settings(learning_rate=1.0, steps=10, **settings)
-        return [round(learning_rate_at(settings, step), 4) for step in range(10)]
-
-    assert rates() == [1.0] * 10
-    assert rates(warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert rates(schedule="linear", final_fraction=0.5) == [1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55]
-    cosine = rates(schedule="cosine", warmup_steps=2)
-    assert cosine[:3] == [0.5, 1.0, 1.0] and cosine[6] == 0.5
-    assert cosine == cosine[:1] + sorted(cosine[1:], reverse=True)
-    assert rates(schedule="wsd", final_fraction=0.0) == [1.0] * 9 + [round(1 - 0.5**0.5, 4)]
-    assert rates(schedule="cosine", final_fraction=0.5)[5] == 0.75
-    odd = Settings(learning_rate=1.0, steps=41, schedule="wsd")  # which turns at int(0.8 x), as llm.c
-    assert learning_rate_at(odd, 32) == 1.0 and round(learning_rate_at(odd, 33), 3) == 0.667
 
 
 def test_defaults(here):
