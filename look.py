@@ -209,8 +209,9 @@ def read_moments(path, optimizer):
 
 
 def update(model, step, settings, recorder):
-    """The optimizer's update by this step's gradients, after `step` others, a call for each tensor. What it writes, for
-    the page, is how far it moves weights: of a matrix, where the rows and columns that have the largest moves cross."""
+    """The optimizer's update by this step's gradients, after `step` others, a call for each tensor.
+    What it writes, for the page, is how far it moves weights: of a matrix, where the rows and
+    columns that have the largest moves cross."""
     optimizer, add = model.optimizer, recorder.numbers.add
     rates, others = getattr(optimizer, "RATES", {}), getattr(optimizer, "MATRICES", ())
     moved = views(model.params.table, model.params.buffer.copy())
@@ -292,7 +293,8 @@ def look(path, prompt, tokenizer=""):
         path=path, title=model.TITLE, model=config.describe(), loss=loss, losses=losses, ids=ids.tolist(),
         L=config.L, NH=config.NH, calls=recorder.calls, forward=forward, gradients=recorder.gradients, source=source,
         tensors=recorder.tensors, guesses=guesses, depends=numbers.add(depends), vocabulary=words,
-        update=update(model, step, model.Settings(), recorder), film=film(path, inputs, targets, numbers),
+        update=update(model, step, model.Settings(), recorder),
+        film=film(path, inputs, targets, numbers),
     ), recorder
 
 
@@ -301,7 +303,8 @@ def check_output(path):
     file = Path(path)
     begin = (FOLDER / "page.html").read_bytes().partition(b"{")[0]
     if file.exists() and not (file.is_file() and file.open("rb").read(len(begin)) == begin):
-        raise UserError(f"-o {path}: is no page of look.py's, and not written over: choose another name")
+        raise UserError(f"-o {path}: is no page of look.py's, and not written over: choose another"
+                        " name")
 
 
 def write_page(path, data, numbers):

@@ -128,8 +128,8 @@ def owner_of(path, name):
 
 
 def functions_of(path):
-    """{name: (owner, function)} of an exercise. Raises UserError for a file that cannot be run, lacks
-    one of its functions, has it from elsewhere, or changes what others need."""
+    """{name: (owner, function)} of an exercise. Raises UserError for a file that cannot be run,
+    lacks one of its functions, has it from elsewhere, or changes what others need."""
     file, before = os.path.basename(path), [dict(vars(module)) for module in WATCHED]
     module = types.ModuleType(file.removesuffix(".py"))
     try:
@@ -161,7 +161,7 @@ def check_watched(file, before):
 
 @contextlib.contextmanager
 def in_place(functions):
-    """Context manager: the page has an exercise's functions, as of functions_of, instead of its own."""
+    """Context manager: the page has these functions, as of functions_of, instead of its own."""
     before = {name: getattr(owner, name) for name, (owner, _) in functions.items()}
     for name, (owner, function) in functions.items():
         setattr(owner, name, function)
@@ -173,7 +173,7 @@ def in_place(functions):
 
 
 def disable_the_page_s(path):
-    """Whoever calls the page's functions that an exercise is about, by whatever name, gets an error."""
+    """Make the page's functions of an exercise raise, by whatever name one calls them."""
     def disabled(*arguments, **options):
         raise NameError("this is the page's own function: write yours")
 
@@ -209,9 +209,10 @@ def wrong_here(number, directory):
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             with in_place(functions_of(path)):
-                status = pytest.main(["-qx", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-c",
-                                      f"{ROOT}/pyproject.toml",
-                                      *(os.path.join(ROOT, test) for test in TESTS[number])], [watch])
+                status = pytest.main([
+                    "-qx", "-p", "no:cacheprovider",
+                    f"--rootdir={ROOT}", "-c", f"{ROOT}/pyproject.toml",
+                    *(os.path.join(ROOT, test) for test in TESTS[number])], [watch])
             check_watched(name, before)
         except UserError as error:
             return str(error)
@@ -318,7 +319,8 @@ def main():
                 is_wrong, line = judge_kernels(number, directory)
             else:
                 line = wrong(number, directory)
-                is_wrong, line = bool(line), line or f"{os.path.basename(path_of(number, directory))}: passes"
+                is_wrong = bool(line)
+                line = line or f"{os.path.basename(path_of(number, directory))}: passes"
         except (UserError, OSError) as error:  # of a file that is missing, or cannot be read
             is_wrong, line = True, str(error)
         print(line, flush=True)

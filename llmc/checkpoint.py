@@ -119,7 +119,8 @@ class Owned:
         """Fill the arrays from an open state file; returns the offset of the data order after them."""
         size, arrays = table_elements(self.table), self.in_file(header[4]).values()
         if header[2] > 1 and not is_whole(f, len(arrays) * size):  # llm.c without ZeRO: each rank's file has all
-            raise SeveralRanks(f"{f.name}: is of {header[2]} ranks: resume on GPUs: python train_gpt2_cuda.py")
+            raise SeveralRanks(f"{f.name}: is of {header[2]} ranks: resume on GPUs: python"
+                               " train_gpt2_cuda.py")
         end = check_state_size(f, header, len(arrays) * size, size, hint)
         for i, array in enumerate(arrays):
             if array is not None:

@@ -145,14 +145,15 @@ def read_notes(directory, step):
 
 
 def read_state(directory, step, owned, hint):
-    """As read_optimizer_state, of a checkpoint. Raises UserError, too, if the state is of another step than its name
-    says, or of another model than the file beside it."""
+    """As read_optimizer_state, of a checkpoint. Raises UserError, too, if the state is of another
+    step than its name says, or of another model than the file beside it."""
     model, state, _ = checkpoint_paths(directory, step)
     progress, has_exact = read_optimizer_state(state, owned, hint)
     if progress.step != step:
         raise UserError(f"{state}: of step {progress.step}, expected step {step}; {hint}")
     if progress.model_crc not in (None, zlib.crc32(np.memmap(model, np.uint8, "r"))):
-        raise UserError(f"{state}: {model} is not the model that it was saved with (another CRC-32); {hint}")
+        raise UserError(f"{state}: {model} is not the model that it was saved with (another"
+                        f" CRC-32); {hint}")
     return progress, has_exact
 
 
@@ -170,8 +171,8 @@ def restore(settings, owned, step, loader, random):
     found = *((*given[:2], 0) if progress.batch == (0, 0, 0) else progress.batch), shuffled
     if found != given:
         flags = "-b {} -t {} --spread {} --shuffle {}"
-        raise UserError(f"{state}: of a run with {flags.format(*found)}, expected {flags.format(*given)}: resume with"
-                        " the flags of the first run")
+        raise UserError(f"{state}: of a run with {flags.format(*found)}, expected"
+                        f" {flags.format(*given)}: resume with the flags of the first run")
     notes = read_notes(settings.output_dir, step)
     wanted, settings.model = settings.model, notes.get("model", settings.model)
     if wanted != settings.model and owned.rank == 0:

@@ -87,7 +87,7 @@ def test_files_of_another_size_and_weights_that_are_not_finite(workplace):
 
 def test_what_is_beyond_a_file_s_first_chunk(here, monkeypatch):
     """Is written, read and checked like the rest; of model files of each version, and of states."""
-    monkeypatch.setattr(llmc.files, "FILE_CHUNK", 1000)  # SMALL's fcw has five, the last one smaller
+    monkeypatch.setattr(llmc.files, "FILE_CHUNK", 1000)  # fcw has five, the last one smaller
     params = random_params(SMALL)
     for version in (1, 3, 5):
         write_model("model.bin", SMALL, params, version)
@@ -99,13 +99,14 @@ def test_what_is_beyond_a_file_s_first_chunk(here, monkeypatch):
         pytest.raises(UserError, read_model, "model.bin", GPT2).match("tensor lnfb holds NaN")
     params.fcw[-1, -1, -1] = np.inf
     write_model("model.bin", SMALL, params)
-    pytest.raises(UserError, read_model, "model.bin", GPT2).match("tensor fcw holds NaN or infinite")
+    pytest.raises(UserError, read_model, "model.bin", GPT2).match("tensor fcw holds NaN or inf")
     owned = owned_by_one(optimizer_of(random_params(SMALL), params))
-    pytest.raises(UserError, owned.check, "state", "mend").match("the optimizer's v: NaN or infinite values; mend")
+    pytest.raises(UserError, owned.check, "state", "mend").match("the optimizer's v: NaN or inf")
 
 
 def test_a_checkpoint_s_files_are_on_the_disk_in_their_order(workplace, train, monkeypatch):
-    """Each is complete on the disk before it has its name; the marker is the last one, and the first to be deleted."""
+    """Each is complete on the disk before it has its name. The marker is the last one, and is the
+    first to be deleted."""
     synced, calls, fsync, replace, unlink = [], [], os.fsync, os.replace, os.unlink
 
     def noted_fsync(descriptor):
@@ -123,8 +124,9 @@ def test_a_checkpoint_s_files_are_on_the_disk_in_their_order(workplace, train, m
         unlink(path)
 
     with monkeypatch.context() as patch:
-        for name, noted in dict(fsync=noted_fsync, replace=noted_replace, unlink=noted_unlink).items():
-            patch.setattr(os, name, noted)
+        patch.setattr(os, "fsync", noted_fsync)
+        patch.setattr(os, "replace", noted_replace)
+        patch.setattr(os, "unlink", noted_unlink)
         train("-x", 2, "-n", 1, "-nk", 1, "-o", "run", check=True)
     (model, state, marker), second = checkpoint_paths("", 1), checkpoint_paths("", 2)
     assert [call for call in calls if re.search(r"_0000000\d", call[0])] == [
