@@ -17,8 +17,8 @@ import train_speedrun
 from conftest import SMALL, SMALL_LLAMA, make_model, random_params
 from llmc.debugstate import check_tensor
 from llmc.schedulers import learning_rate_at
-from llmc.settings import Settings
-from llmc.tensors import flat
+from llmc.settings import Settings, parse_settings
+from llmc.tensors import flat, table_elements
 from llmc.threads import BLOCK
 from reference import muon
 from train_gpt2 import GPT2
@@ -70,6 +70,27 @@ def test_random_weights(page):
     assert np.abs(likeness - np.eye(len(likeness))).max() < 0.2, "each has its own numbers"
 
 
+def config_of(page, name):
+    """The Config of a model of random weights, and GPT-2's vocabulary, without padding."""
+    sizes = page.SIZES[name]
+    if page is not Llama3:
+        return page.Config(1024, 50257, *sizes, 50257)
+    L, NH, NKV, C, F = sizes
+    return page.Config(1024, 50257, L, NH, NKV, C, 50257, F, C // NH)
+
+
+@pytest.mark.parametrize("page, name, HS, parameters", (
+    (GPT2, "d12", 64, 124_439_808), (GPT2, "d24", 64, 354_823_168), (GPT2, "d36", 64, 774_030_080),
+    (GPT2, "d48", 64, 1_557_611_200), (Llama3, "l12", 64, 114_114_048),
+    (Speedrun, "s12", 128, 162_282_577)))
+def test_sizes(page, name, HS, parameters):
+    """GPT-2's are OpenAI's. Smaller ones have as many channels to a head."""
+    for each in page.SIZES:
+        config = config_of(page, each)
+        assert each[1:] == str(config.L) and config.HS == HS
+    assert table_elements(page.parameter_table(config_of(page, name))) == parameters
+
+
 @PAGES
 def test_a_seed_s_weights_are_its_own(page):
     name = next(iter(page.SIZES))
@@ -81,6 +102,21 @@ def test_a_seed_s_weights_are_its_own(page):
 
 # --------------------------------------------------------------------------------------------------
 # an update
+
+NAMES = "learning_rate", "beta1", "beta2", "eps", "weight_decay", "decay", "schedule", "grad_clip"
+OF_A_FILE = 1e-4, 0.9, 0.999, 1e-8, 0.0, "matrices", "constant", 0.0  # llm.c's
+OF_RANDOM_WEIGHTS = 0.0018, 0.9, 0.95, 1e-8, 0.1, "matrices", "cosine", 1.0  # with four layers
+OF_MUON = 0.025, 0.8, 0.95, 1e-15, 0.05, "all", "cooldown", 0.0
+
+
+@pytest.mark.parametrize("page, model, expected", (
+    (GPT2, "a.bin", OF_A_FILE), (GPT2, "d4", OF_RANDOM_WEIGHTS),
+    (Llama3, "a.bin", OF_A_FILE), (Llama3, "l4", OF_RANDOM_WEIGHTS),
+    (Speedrun, "a.bin", OF_MUON), (Speedrun, "s4", OF_MUON)))
+def test_defaults_of_the_optimizer(page, model, expected):
+    settings = parse_settings(page.Settings, "", ["-e", model])
+    assert tuple(getattr(settings, name) for name in NAMES) == expected
+
 
 DECAY = {"wte", "wpe", "lm_head", "qkvw", "attprojw", "fcw", "fcprojw"}  # unless all weights do
 MATRICES = {"qkvw": 3, "attprojw": 1, "fcw": 1, "fcprojw": 1}  # Muon's; 3: Q, K and V
