@@ -94,6 +94,10 @@ class Progress(NamedTuple):
     model_crc: int | None = None  # CRC-32 of the model file that belongs to it; None from llm.c
 
 
+class SeveralRanks(UserError):
+    """A state of which each rank's file has a share; raised before anything is read."""
+
+
 @dataclasses.dataclass
 class Owned:
     """The optimizer state of a run on one device, on the host: flat float32 arrays in the order of the table."""
@@ -118,7 +122,8 @@ class Owned:
         """Fill the arrays from an open state file; returns the offset of the data order after them."""
         size, arrays = table_elements(self.table), self.in_file(header[4]).values()
         if header[2] > 1 and not is_whole(f, len(arrays) * size):  # llm.c without ZeRO: each rank's file has all
-            raise UserError(f"{f.name}: is of {header[2]} ranks: resume on GPUs: python train_gpt2_cuda.py")
+            raise SeveralRanks(f"{f.name}: is of {header[2]} ranks: resume on GPUs: python"
+                               " train_gpt2_cuda.py")
         end = check_state_size(f, header, len(arrays) * size, size, hint)
         check_crc(f, header, hint)
         for i, array in enumerate(arrays):

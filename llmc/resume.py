@@ -172,13 +172,24 @@ def read_notes(directory, step):
     return notes
 
 
+def read_state(directory, step, owned, hint):
+    """As read_optimizer_state, of a checkpoint. Raises UserError, too, if the state is of another
+    step than its name says, or of another model than the file beside it."""
+    model, state, _ = checkpoint_paths(directory, step)
+    progress, has_exact = read_optimizer_state(state, owned, hint)
+    if progress.step != step:
+        raise UserError(f"{state}: of step {progress.step}, expected step {step}; {hint}")
+    if progress.model_crc not in (None, zlib.crc32(np.memmap(model, np.uint8, "r"))):
+        raise UserError(f"{state}: {model} is not the model that it was saved with (another"
+                        f" CRC-32); {hint}")
+    return progress, has_exact
+
+
 def restore(settings, owned, step, loader, random):
     """Read a rank's share of a checkpoint's optimizer state into `owned`, and restore loader and sampler. Returns
     whether the state has float32 weights, and the notes; raises UserError for damaged files, or another run's flags."""
-    model, state, marker = checkpoint_paths(settings.output_dir, step)
-    progress, has_exact = read_optimizer_state(state, owned, hint=go_back(marker))
-    if progress.model_crc not in (None, zlib.crc32(np.memmap(model, np.uint8, "r"))):
-        raise UserError(f"{state}: {model} is not the model that it was saved with (another CRC-32); {go_back(marker)}")
+    _, state, marker = checkpoint_paths(settings.output_dir, step)
+    progress, has_exact = read_state(settings.output_dir, step, owned, go_back(marker))
     if progress.position is None:
         progress = progress._replace(position=loader.position)
         if owned.rank == 0:
@@ -186,9 +197,9 @@ def restore(settings, owned, step, loader, random):
     shuffled = int(progress.position.shuffle is not None)
     given = settings.B, settings.T, settings.spread, shuffled if settings.shuffle == -1 else settings.shuffle
     found = *((*given[:2], 0) if progress.batch == (0, 0, 0) else progress.batch), shuffled
-    if progress.step != step or found != given:
+    if found != given:
         flags = "-b {} -t {} --spread {} --shuffle {}"
-        raise UserError(f"{state}: of step {progress.step} with {flags.format(*found)}, expected step {step} with"
+        raise UserError(f"{state}: of a run with {flags.format(*found)}, expected"
                         f" {flags.format(*given)}: resume with the flags of the first run")
     notes = read_notes(settings.output_dir, step)
     wanted, settings.model = settings.model, notes.get("model", settings.model)

@@ -1,6 +1,7 @@
 """What bad input gets: one line that names the file or flag, exit status 1, nothing half-written and nothing lost."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import llmc.checkpoint
+import llmc.files
 import train_gpt2
 from conftest import ROOT, SMALL, assert_one_line_error, make_state, optimizer_of, random_params
 from llmc.checkpoint import owned_by_one, Progress, read_model, write_model
@@ -20,7 +22,7 @@ from llmc.errors import UserError
 from llmc.files import MODEL_MAGIC, OPTIMIZER_MAGIC
 from llmc.resume import checkpoint_paths, complete_checkpoints, read_notes, save_checkpoint
 from llmc.shuffle import Position
-from llmc.tensors import flat
+from llmc.tensors import bf16_bits, bf16_to_float32, flat
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from llmc.debugstate import read_debug_state, write_debug_state
 from train_gpt2 import GPT2
@@ -81,6 +83,55 @@ def test_files_of_another_size_and_weights_that_are_not_finite(workplace):
         write_model(model_path, SMALL, random_params(SMALL))
         patch_header(model_path, h300=bits)
         pytest.raises(UserError, read_model, model_path, GPT2).match(f"{model_path}: tensor wte holds NaN or infinite")
+
+
+def test_what_is_beyond_a_file_s_first_chunk(here, monkeypatch):
+    """Is written, read and checked like the rest; of model files of each version, and of states."""
+    monkeypatch.setattr(llmc.files, "FILE_CHUNK", 1000)  # fcw has five, the last one smaller
+    params = random_params(SMALL)
+    for version in (1, 3, 5):
+        write_model("model.bin", SMALL, params, version)
+        expected = bf16_to_float32(bf16_bits(flat(params))) if version == 5 else flat(params)
+        assert np.array_equal(flat(read_model("model.bin", GPT2)[1]), expected)
+        data = bytearray(Path("model.bin").read_bytes())
+        data[-2:] = b"\xff\xff"  # NaN: the last number of lnfb
+        Path("model.bin").write_bytes(data)
+        pytest.raises(UserError, read_model, "model.bin", GPT2).match("tensor lnfb holds NaN")
+    params.fcw[-1, -1, -1] = np.inf
+    write_model("model.bin", SMALL, params)
+    pytest.raises(UserError, read_model, "model.bin", GPT2).match("tensor fcw holds NaN or inf")
+    owned = owned_by_one(optimizer_of(random_params(SMALL), params))
+    pytest.raises(UserError, owned.check, "state", "mend").match("the optimizer's v: NaN or inf")
+
+
+def test_a_checkpoint_s_files_are_on_the_disk_in_their_order(workplace, train, monkeypatch):
+    """Each is complete on the disk before it has its name. The marker is the last one, and is the
+    first to be deleted."""
+    synced, calls, fsync, replace, unlink = [], [], os.fsync, os.replace, os.unlink
+
+    def noted_fsync(descriptor):
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        synced.append((status.st_ino, status.st_size))
+
+    def noted_replace(source, target):
+        status = os.stat(source)
+        calls.append((os.path.basename(target), (status.st_ino, status.st_size) in synced))
+        replace(source, target)
+
+    def noted_unlink(path):
+        calls.append((os.path.basename(path), "deleted"))
+        unlink(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", noted_fsync)
+        patch.setattr(os, "replace", noted_replace)
+        patch.setattr(os, "unlink", noted_unlink)
+        train("-x", 2, "-n", 1, "-nk", 1, "-o", "run", check=True)
+    (model, state, marker), second = checkpoint_paths("", 1), checkpoint_paths("", 2)
+    assert [call for call in calls if re.search(r"_0000000\d", call[0])] == [
+        *((name, True) for name in (model, state, marker, *second)),
+        *((name, "deleted") for name in (marker, state, model))]
 
 
 @pytest.mark.parametrize("call", range(3))
