@@ -75,7 +75,7 @@ KERNELS = {  # exercise -> a layer of dev/kernels, and which of its rungs
     13: ("softmax", ["online"]), 14: ("matmul_forward", ["shared_tiles", "tensor_cores"]),
     15: ("attention_forward", ["online"])}  # fmt: skip
 ALL = sorted([*TESTS, *KERNELS])
-SECONDS = 300  # for an exercise in Python
+SECONDS = 120  # for an exercise in Python
 WATCHED = builtins, math, np, np.linalg, train_gpt2, train_llama3  # which a file leaves as they are
 GPT2_124M = 1024, 50257, *train_gpt2.SIZES["d12"], 50304
 
@@ -132,6 +132,7 @@ def functions_of(path):
     lacks one of its functions, has it from elsewhere, or changes what others need."""
     file, before = os.path.basename(path), [dict(vars(module)) for module in WATCHED]
     module = types.ModuleType(file.removesuffix(".py"))
+    module.__file__ = path
     try:
         with open(path, "rb") as f:
             exec(compile(f.read(), path, "exec"), vars(module))

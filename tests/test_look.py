@@ -53,28 +53,37 @@ def looked(workplace, run_here, tmp_path_factory, page):
     return LOOKED[page]
 
 
-@pytest.fixture
-def open_page(looked, tmp_path):
-    """open_page(width) writes and opens the page: (its Page, look's data, the Recorder). It logs no error."""
+@pytest.fixture(scope="module")
+def browser():
     playwright = pytest.importorskip("playwright.sync_api")
     if not CHROMIUM:
         pytest.skip("no browser: apt install chromium")
-    data, recorder, _ = looked
-    look.write_page("look.html", data, recorder.numbers)
-    errors = []
     with playwright.sync_playwright() as p:
         browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-
-        def show(width=1440):
-            shown = browser.new_page(viewport={"width": width, "height": 900})
-            shown.on("console", lambda message: errors.append(message.text))
-            shown.on("pageerror", lambda error: errors.append(str(error)))
-            shown.goto(f"file://{tmp_path}/look.html")
-            shown.wait_for_selector("#prompt a")
-            return shown, data, recorder
-
-        yield show
+        yield browser
         browser.close()
+
+
+@pytest.fixture
+def open_page(looked, browser, tmp_path):
+    """open_page(width) writes and opens the page: (its Page, look's data, the Recorder). It logs no
+    error."""
+    data, recorder, _ = looked
+    look.write_page("look.html", data, recorder.numbers)
+    errors, contexts = [], []
+
+    def show(width=1440):
+        contexts.append(browser.new_context(viewport={"width": width, "height": 900}))
+        shown = contexts[-1].new_page()
+        shown.on("console", lambda message: errors.append(message.text))
+        shown.on("pageerror", lambda error: errors.append(str(error)))
+        shown.goto(f"file://{tmp_path}/look.html")
+        shown.wait_for_selector("#prompt a")
+        return shown, data, recorder
+
+    yield show
+    for context in contexts:
+        context.close()
     assert not errors
 
 
