@@ -148,7 +148,8 @@ NOTES = {  # what a checkpoint's notes may hold: a test of its value
     "recent": lambda rows: len(rows) == 2 and all(
         type(row["count"]) is int and 0 <= row["count"] < 2**31 and len(row["values"]) == WINDOW
         and {*map(type, row["values"])} <= {int, float} for row in rows),
-    "fp8": lambda state: type(state["updates"]) is int and is_hex(state["history"]) and is_hex(state["scales"])}
+    "fp8": lambda state: (type(state["updates"]) is int and is_hex(state["history"])
+                          and is_hex(state["scales"]))}
 
 
 def read_notes(directory, step):
@@ -167,7 +168,8 @@ def read_notes(directory, step):
         except (TypeError, KeyError):  # of another structure
             is_right = False
         if not is_right:
-            raise UserError(f"{marker}: {name!r} is {notes[name]!r:.60}, which no run writes; {go_back(marker)}")
+            raise UserError(f"{marker}: {name!r} is {notes[name]!r:.60}, which no run writes;"
+                            f" {go_back(marker)}")
     return notes
 
 

@@ -158,7 +158,8 @@ def save_tokens(val, train, vocabulary, args):
 
 
 def save_files(files, vocabulary, args):
-    """Write token files, {path: list of integer arrays}, and the vocabulary, all or none; print their sizes."""
+    """Write token files, {path: list of integer arrays}, and the vocabulary, all or none; print
+    their sizes."""
     if args.format == "uint16" and len(vocabulary.tokens) > 1 << 16:
         args.format = "uint32"
     tokenizer = output_paths(args.output)[-1]

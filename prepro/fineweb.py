@@ -340,7 +340,7 @@ def read_notes(path, notes, output):
         shards = [[int(number) for number in shard] for shard in found["shards"]]
         if any(len(shard) != 4 or min(shard) < 0 for shard in shards):
             raise ValueError(f"shards {shards}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({error!r}); {REMOVE}") from None
     if not same:
         raise UserError(f"{path}: its shards are from other parquet files, or of another --shard_tokens: pass the"

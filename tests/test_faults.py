@@ -248,7 +248,8 @@ def test_damaged_checkpoints_and_logs(workplace, train):
     fails(state, "step -1", f"remove {marker}", h10=-1)
     for slot in (20, 42, 300):  # the sampler's state, a flag, a moment
         flipped = int(np.frombuffer(good, "<i4")[slot]) ^ 1
-        fails(state, "is damaged (another CRC-32", f"remove {marker}", crc=1, **{f"h{slot}": flipped})
+        header = {f"h{slot}": flipped}
+        fails(state, "is damaged (another CRC-32", f"remove {marker}", crc=1, **header)
     fails(state, "--spread 1", "expected", "--spread 0", h42=1)
     fails(state, "step 5", h10=5)
     fails("batch 9999", h32=9999)
@@ -268,10 +269,12 @@ def test_damaged_checkpoints_and_logs(workplace, train):
 
 
 @pytest.mark.parametrize("text", (
-    "null", "[]", "3", '"run"', "[1, {}]", "NaN", "{", "\x80", "[" * 9999, '{"model": 3}', '{"model": ["d2"]}',
-    '{"update_tokens": "x"}', '{"update_tokens": -1}', '{"update_tokens": 1.5}', '{"lowest": 3}', '{"lowest": [1.5]}',
-    '{"lowest": ["a", 2]}', '{"recent": {}}', '{"recent": [1, 2]}', '{"recent": [{"count": 1, "values": [2]}, {}]}',
-    '{"fp8": []}', '{"fp8": {"updates": 1, "history": "0", "scales": "x"}}', '{"val_data": null}', '{"data": {}}'))
+    "null", "[]", "3", '"run"', "[1, {}]", "NaN", "{", "\x80", "[" * 9999, '{"model": 3}',
+    '{"model": ["d2"]}', '{"update_tokens": "x"}', '{"update_tokens": -1}',
+    '{"update_tokens": 1.5}', '{"lowest": 3}', '{"lowest": [1.5]}', '{"lowest": ["a", 2]}',
+    '{"recent": {}}', '{"recent": [1, 2]}', '{"recent": [{"count": 1, "values": [2]}, {}]}',
+    '{"fp8": []}', '{"fp8": {"updates": 1, "history": "0", "scales": "x"}}', '{"val_data": null}',
+    '{"data": {}}'))
 def test_markers_that_no_run_writes(here, text):
     """Other JSON, or none. llm.c's is empty; fields that are not known are left alone."""
     marker = Path("DONE_00000001")
@@ -292,10 +295,11 @@ def test_a_full_disk_is_one_line(workplace):
     "print('x')", "print('x', end='')", "sys.stdout.buffer.write(b'x')", "print('x' * 99999)",
     "(print('x', end=''), sys.exit(0))"))
 def test_output_to_a_full_disk(work):
-    """is one line, of output of any kind: Python's own traceback at exit, and its status of 120, are kept away."""
-    program = f"import sys; from llmc.errors import run_main; sys.argv = ['x.py']; run_main(lambda: {work} and None)"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    """is one line, whatever is printed: no traceback of Python's own at exit, no status of 120."""
+    program = ("import sys; from llmc.errors import run_main; sys.argv = ['x.py'];"
+               f" run_main(lambda: {work} and None)")
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-                              env=environment, timeout=60)
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE,
+                              text=True, cwd=ROOT, env=environment, timeout=60)
     assert (done.returncode, done.stderr) == (1, "x.py: error: No space left on device\n")
