@@ -144,8 +144,8 @@ def records_of(path, field, found):
 
     It has records if it begins with JSON objects, of at most 16 MB: more than half of its first
     lines, or the first element of an array. A file found in a folder must also have the field in
-    one of them. Lines of .jsonl files always are records, so that a damaged one is an error. With the
-    field '', all is plain text.
+    one of them. Lines of .jsonl files always are records, so that a damaged one is an error. With
+    the field '', all is plain text.
     """
     if not field:
         return None

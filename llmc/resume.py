@@ -159,7 +159,7 @@ def read_notes(directory, step):
         try:
             notes = json.loads(f.read() or "{}")  # llm.c's file is empty
         except (ValueError, RecursionError):
-            raise UserError(f"{marker}: is not JSON; {go_back(marker)}") from None
+            raise UserError(f"{marker}: cannot be read; {go_back(marker)}") from None
     if not isinstance(notes, dict):
         raise UserError(f"{marker}: is {notes!r:.60}, expected a JSON object; {go_back(marker)}")
     for name in NOTES.keys() & notes.keys():

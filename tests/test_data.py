@@ -231,7 +231,7 @@ def test_text_that_is_refused(here, vocabulary_here, run_here, monkeypatch, name
     ("euc_jp", "EUC-JP", "私たちは港で船を数えた。カモメは四十羽いた。\n"),
     ("euc_kr", "EUC-KR", "배는 정오에 떠나고 갈매기가 따라간다.\n"),
     ("koi8-r", "KOI8-R", RUSSIAN), ("cp1251", "Windows-1251", RUSSIAN), ("cp866", "CP866", RUSSIAN),
-    ("cp1252", "Windows-1252", "Die Fähre fährt mittags ab, und die Möwen folgen ihr über das Wasser.\n"),
+    ("cp1252", "Windows-1252", "Die Fähre fährt mittags ab, Möwen folgen ihr über den See.\n"),
     ("cp1253", "Windows-1253", "Το πλοίο φεύγει το μεσημέρι και οι γλάροι το ακολουθούν.\n"),
     *((encoding, encoding[:6].upper(), text) for text in (RUSSIAN, "Hello world, this is text.\n")
       for encoding in ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be", "utf-16", "utf-32"))))
@@ -266,7 +266,8 @@ def test_json_is_found_by_what_is_in_a_file(here, prepare):
         tokens, tokenizer, printed = prepare(name, *flags, "--field", "")
         assert printed.startswith("1 document in 1 file") and "{" in text_of(tokens, tokenizer)
     texts = ('{"text": "x"} is an object,\nas here.\n', '{\n  "text": "x"\n}\n', "{ and {\n{}\n",
-             "[a link](x)\n", '{"text": "x"}\nand\nmore\n', "[1, 2]\n", "{'text': 'x'}\n", '["text"]\n', "{" * 9999)
+             "[a link](x)\n", '{"text": "x"}\nand\nmore\n', "[1, 2]\n", "{'text': 'x'}\n",
+             '["text"]\n', "{" * 9999)
     (here / "folder").mkdir()
     for i, data in enumerate((*texts, '{"name": "x"}\n{"name": "y"}\n', '[{"name": "x"}]')):
         Path(f"folder/{i}.txt").write_text(data)

@@ -1,5 +1,6 @@
 """What bad input gets: one line that names the file or flag, exit status 1, nothing half-written and nothing lost."""
 
+import dataclasses
 import os
 import shlex
 import subprocess
@@ -13,7 +14,8 @@ import pytest
 
 import llmc.checkpoint
 import train_gpt2
-from conftest import ROOT, SMALL, assert_one_line_error, make_state, optimizer_of, random_params
+from conftest import (ROOT, SMALL, SMALL_LLAMA, assert_one_line_error, make_state, optimizer_of,
+                      random_params)
 from llmc.checkpoint import owned_by_one, Progress, read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
@@ -24,6 +26,7 @@ from llmc.tensors import flat
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from llmc.debugstate import read_debug_state, write_debug_state
 from train_gpt2 import GPT2
+from train_llama3 import Llama3
 
 TRAIN = ("-b", 2, "-t", 8, "-x", 1, "-v", 0, "-s", 0)
 
@@ -103,6 +106,18 @@ def test_model_header_fields(workplace, monkeypatch, slot, name):
         patch_header(path, **{f"h{slot}": value})
         error = pytest.raises(UserError, read_model, path, GPT2)
         assert error.match(words) and str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_llama_s_original_length(tmp_path):
+    """It counts only where RoPE is scaled."""
+    path = tmp_path / "llama.bin"
+    for factor, original, words in ((8, 0, "original=0"), (8, -1, "original=-1"), (0, 0, "")):
+        config = dataclasses.replace(SMALL_LLAMA, factor=factor, original=original)
+        write_model(path, config, random_params(config))
+        if words:
+            pytest.raises(UserError, read_model, path, Llama3).match(words)
+        else:
+            assert read_model(path, Llama3)[0] == config
 
 
 def test_tokenizer_faults(workplace):
