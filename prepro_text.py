@@ -144,13 +144,11 @@ def records_of(path, field, found):
 
     It has records if it begins with JSON objects, of at most 16 MB: more than half of its first
     lines, or the first element of an array. A file found in a folder must also have the field in
-    one of them. Lines of .jsonl files always are records, so that a damaged one is an error. With
-    the field '', all is plain text.
+    one of them. Other .jsonl files have lines, too, so that damage is an error. With the field '',
+    all is plain text.
     """
     if not field:
         return None
-    if path.lower().endswith(".jsonl"):
-        return "line"
     start = ""
     for piece in itertools.islice(read_text(path), 16):
         start = f"{start}{piece}".lstrip()
@@ -161,7 +159,9 @@ def records_of(path, field, found):
 
     objects = [*filter(None, first)]
     has_field = any(field in record for record in objects)
-    return what if 2 * len(objects) > len(first) and (has_field or not found) else None
+    if 2 * len(objects) > len(first) and (has_field or not found):
+        return what
+    return "line" if path.lower().endswith(".jsonl") else None
 
 
 def read_array(path, advance):

@@ -257,8 +257,8 @@ def test_json_is_found_by_what_is_in_a_file(here, prepare):
     flags = ("--vocabulary", "bytes", "--val_fraction", 0.5)
     lines, array = '{"text": "one"}\n\n{"text": "two"}\n', ' [\n{"text": "one"},\n{"text": "two"}]'
     for name, data in (
-            ("a.txt", lines), ("b", lines), ("c.json", lines), ("d.txt", array), ("e", array),
-            ("f.jsonl", lines), ("g.log", lines + "\n"), ("h", "\ufeff" + lines)):
+            ("a.txt", lines), ("b", lines), ("c.json", lines), ("d.jsonl", lines), ("e.txt", array),
+            ("f", array), ("g.jsonl", array), ("h.log", lines + "\n"), ("i", "\ufeff" + lines)):
         Path(name).write_text(data)
         tokens, tokenizer, printed = prepare(name, *flags)
         assert printed.startswith("2 documents in 1 file")

@@ -247,6 +247,16 @@ def test_old_checkpoints_are_deleted(workplace, train, flags, kept):
     assert set(os.listdir("run")) == {"main.csv", "main.log", "tokenizer.bin", "model_mine.bin", *names}
 
 
+def test_logs_that_nobody_keeps(workplace, train):
+    """Links to /dev/null stay such."""
+    os.mkdir("run")
+    for name in ("main.log", "main.csv"):
+        Path("run", name).symlink_to("/dev/null")
+    train("-x", 1, "-o", "run", check=True)
+    train("-x", 2, "-o", "run", "-y", 1, check=True)
+    assert Path("run/main.csv").is_symlink() and Path("run/main.csv").is_char_device()
+
+
 def test_damaged_checkpoints_and_logs(workplace, train):
     """A state that does not say its model's CRC-32 is taken; a log that is none is not written over."""
     train("-x", 2, "-n", 1, "-o", "run", check=True)
