@@ -28,6 +28,7 @@ ENCODINGS = {  # Python's name: what people call it. Of several that fit, an ear
 ICONV = {  # where iconv's names are others
     "koi8_r": "koi8-r", "euc_jp": "euc-jp", "euc_kr": "cp949", "iso8859_5": "iso8859-5",
     "iso8859_2": "iso8859-2", "mac_cyrillic": "mac-cyrillic", "mac_roman": "macintosh"}  # fmt: skip
+SCRIPTS = {"[\u3041-\u30ff]": ("cp932", "euc_jp"), "[\uac00-\ud7a3]": ("euc_kr",)}  # kana, Hangul
 CONTROLS = re.compile("[\0-\6\x0e-\x19\x1c-\x1f]")  # which no text has
 ODD = re.compile(  # what a wrong decoding has many of, and text next to none
     "[\x7f-\x9f\u02b0-\u036f\u2500-\u259f]"  # controls, accents without letters, boxes
@@ -68,9 +69,12 @@ def kind_of(start, piece):
         hint = "iconv -c -f utf-8 -t utf-8 leaves out what is wrong"
         return "damaged UTF-8", f"it looks like damaged UTF-8: {hint}"
 
-    likely = likely_encodings(piece)
+    try:
+        likely = likely_encodings(piece)
+        hint = "an editor may know its encoding"
+    except ImportError:
+        likely, hint = [], "pip install charset-normalizer, and try again for its encoding"
     if not likely:
-        hint = "pip install charset-normalizer, or an editor, may tell its encoding"
         return "non-UTF-8", f"save it as UTF-8: {hint}"
     names = " or ".join(map(ENCODINGS.get, likely))
     if len(likely) > 1:
@@ -93,21 +97,25 @@ def wide_encoding(start):
 
 def likely_encodings(piece):
     """The names of ENCODINGS, at most three, in which the letters of some bytes are plausible; []
-    where no encoding is right, or without the package charset-normalizer."""
-    try:
-        import charset_normalizer
-    except ImportError:
-        return []
+    if that cannot be told. Raises ImportError without the package charset-normalizer."""
+    import charset_normalizer
+
     lines = piece.split(b"\n")  # the first and the last may begin or end within a letter
     foreign = [line for line in lines[1:-1] or lines if not line.isascii()] or lines
     order, found = [*ENCODINGS], []
     for match in charset_normalizer.from_bytes(b"\n".join(foreign)[: 1 << 18], cp_isolation=order):
         text = str(match)
         names = filter(ENCODINGS.get, match.could_be_from_charset)  # which all give this text
-        if 50 * len(ODD.findall(text)) <= sum(letter > "\x7f" for letter in text):
-            found.append((match.chaos, -match.coherence, min(map(order.index, names))))
+        index = min(map(order.index, names))
+        letters = sum(letter > "\x7f" for letter in text)
+        has_script = all((5 * len(re.findall(script, text)) > letters) == (order[index] in ours)
+                         for script, ours in SCRIPTS.items())
+        if has_script and 50 * len(ODD.findall(text)) <= letters:
+            found.append((match.chaos, -match.coherence, index))
 
     chaos, sense, _ = min(found, default=(0, 0, 0))
     close = [index for noise, less_sense, index in found
              if noise <= chaos + 0.01 and less_sense <= sense + 0.03]
+    if not sense and len(close) > 1:  # of no language, in any of them
+        return []
     return [order[index] for index in sorted(close)[:3]]

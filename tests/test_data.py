@@ -224,6 +224,15 @@ def test_text_that_is_refused(here, vocabulary_here, run_here, monkeypatch, name
     assert not list(here.glob("out/*")) and (here / name).read_bytes() == data
 
 
+@pytest.mark.parametrize("text, words", (
+    ("café\n", "save it as UTF-8: an editor"), ("20 °C\n", "save it as UTF-8"),
+    ("Português: São Paulo, coração, não há informação.\n", "it may be Windows-1252 or")))
+def test_an_encoding_that_cannot_be_told(here, run_here, text, words):
+    """No hint is better than a wrong one; where several make plausible letters, it has them."""
+    Path("x.txt").write_bytes(text.encode("cp1252"))
+    run_here(prepro_text, "x.txt", fails=("x.txt: not UTF-8 text", words))
+
+
 @pytest.mark.parametrize("encoding, kind, text", (
     ("gbk", "GBK", "渡轮中午离开，海鸥跟着它。我们数船，有四十艘。\n"),
     ("big5", "Big5", "渡輪中午離開，海鷗跟著牠。\n"),
