@@ -100,10 +100,12 @@ def likely_encodings(piece):
     if that cannot be told. Raises ImportError without the package charset-normalizer."""
     import charset_normalizer
 
-    lines = piece.split(b"\n")  # the first and the last may begin or end within a letter
-    foreign = [line for line in lines[1:-1] or lines if not line.isascii()] or lines
+    first, *others = piece.split(b"\n")  # the first may begin within a letter
+    foreign = [line for line in others if not line.isascii()] or [first]
+    start = b"\n".join(foreign)[: 1 << 16]
+    whole = re.match(rb".*[\0-/]", start, re.DOTALL)  # up to a byte that is no part of a letter
     order, found = [*ENCODINGS], []
-    for match in charset_normalizer.from_bytes(b"\n".join(foreign)[: 1 << 18], cp_isolation=order):
+    for match in charset_normalizer.from_bytes(whole[0] if whole else start, cp_isolation=order):
         text = str(match)
         names = filter(ENCODINGS.get, match.could_be_from_charset)  # which all give this text
         index = min(map(order.index, names))

@@ -224,8 +224,17 @@ def test_text_that_is_refused(here, vocabulary_here, run_here, monkeypatch, name
     assert not list(here.glob("out/*")) and (here / name).read_bytes() == data
 
 
+@pytest.mark.parametrize("lines", (0, 300000))
+@pytest.mark.parametrize("end", ("\n", " "))
+def test_the_encoding_of_a_long_text(here, run_here, lines, end):
+    """Of more than what is looked at, which may end within a letter."""
+    text = f"渡轮中午离开，海鸥跟着它。我们数船，有四十艘。{end}".encode("gbk")
+    Path("x.txt").write_bytes(b"text\n" * lines + text * 40000)
+    run_here(prepro_text, "x.txt", fails=(f"byte {5 * lines}", "it looks like GBK: iconv"))
+
+
 @pytest.mark.parametrize("text, words", (
-    ("café\n", "save it as UTF-8: an editor"), ("20 °C\n", "save it as UTF-8"),
+    ("café\n", "save it as UTF-8: an editor"),
     ("Português: São Paulo, coração, não há informação.\n", "it may be Windows-1252 or")))
 def test_an_encoding_that_cannot_be_told(here, run_here, text, words):
     """No hint is better than a wrong one; where several make plausible letters, it has them."""
