@@ -257,7 +257,7 @@ def data_of_run(model):
     notes = read_notes(model, step) if step is not None else {}
     if "data" in notes:
         train = notes["data"]
-        return notes["val_data"] or (validation_name(train) if names_shards(train) else train)
+        return notes.get("val_data") or (validation_name(train) if names_shards(train) else train)
     raise UserError(f"{model}: names no data to evaluate on: pass --data FILES, or --hellaswag FILE, or both")
 
 

@@ -8,13 +8,14 @@ Your own text -> tokens: text, Markdown, code, JSON lines; files, folders, quote
         Saved the vocabulary of 50257 tokens to data/mine_tokenizer.bin
     python train_gpt2.py -e d4 -i data/mine -o runs/mine          # trains on it, from random weights
 
-A document is a file; in JSON lines, it is the --field of a line, and in a JSON array of objects, that of each: the
-first lines tell, whatever a file's name. An end-of-text token begins a document; `<|endoftext|>` within a text is that
-token, too, as is the name of any other special token that a Hugging Face folder's vocabulary has. Folders are read in
-sorted order, without hidden files and files that are not UTF-8 text, which are named; links are followed, and each file
-is read once. A tenth of the tokens is for validation (at most 32768; or --val_fraction), the rest for training, in
-shards if --shard_tokens is given: whole documents from all over the text, or of a text whose documents are too long for
-that, its end.
+A document is a file; in JSON lines, it is the --field of a line, and in a JSON array of objects,
+that of each: a file's first lines tell, not its name. An end-of-text token begins a document;
+`<|endoftext|>` within a text is that token, too, and in the vocabulary of a Hugging Face folder, so
+are the names of all its special tokens. Folders are read in sorted order, without hidden files and
+files that are not UTF-8 text, which are named; links are followed, and each file is read once. A
+tenth of the tokens is for validation (at most 32768; or --val_fraction), the rest for training, in
+shards if --shard_tokens is given: whole documents from all over the text, or of a text whose
+documents are too long for that, its end.
 
 The vocabulary is GPT-2's, or `bytes`, the 256 byte values, or `chars`, the characters of the text, as in nanoGPT's
 shakespeare_char, or `bpe:4096`, so many tokens made of the text, or that of a run, to train its model on. Several
@@ -41,8 +42,9 @@ from llmc.dataloader import find_files
 from llmc.errors import UserError, import_package, run_main
 from llmc.files import chunks, errors_of_writing, make_directory, open_input
 from llmc.vocabulary import EOT, Folder, Letters, open_vocabulary
-from prepro.common import (add_processes, add_val_fraction, check_not_written_over, check_processes, in_processes,
-                           make_parser, output_paths, progress_bar, save_files, val_tokens)
+from prepro.common import (add_processes, add_val_fraction, check_not_written_over, check_processes,
+                           in_processes, make_parser, output_paths, progress_bar, save_files,
+                           val_tokens)
 from prepro.encodings import HINT, NotText, has_controls
 
 VAL_TOKENS = 32768
@@ -127,8 +129,8 @@ def parse_object(text, begins=False):
 
 
 def first_records(start):
-    """What the records of a file are that begins so, "line" or "element", and the objects in the first ones, {} for one
-    that is none; None without such a beginning."""
+    """What the records of a file with this start are, "line" or "element", and the first of them,
+    as objects, {} for one that is none; or (None, []) where there are none."""
     if start.startswith("["):
         return "element", [parse_object(start[1:], begins=True)]
     if start.startswith("{"):
@@ -140,14 +142,13 @@ def first_records(start):
 def records_of(path, field, found):
     """Return what a file's records are, "line" or "element", or None if it is plain text.
 
-    It has records if it begins with JSON objects: more than half of its first lines, or the first element of an array,
-    of at most 16 MB. A file found in a folder must also have the field in one of them. Lines of .jsonl files always
-    are records, so that a damaged one is an error. With the field '', all is plain text.
+    It has records if it begins with JSON objects, of at most 16 MB: more than half of its first
+    lines, or the first element of an array. A file found in a folder must also have the field in
+    one of them. Other .jsonl files have lines, too, so that damage is an error. With the field '',
+    all is plain text.
     """
     if not field:
         return None
-    if path.lower().endswith(".jsonl"):
-        return "line"
     start = ""
     for piece in itertools.islice(read_text(path), 16):
         start = f"{start}{piece}".lstrip()
@@ -158,7 +159,9 @@ def records_of(path, field, found):
 
     objects = [*filter(None, first)]
     has_field = any(field in record for record in objects)
-    return what if 2 * len(objects) > len(first) and (has_field or not found) else None
+    if 2 * len(objects) > len(first) and (has_field or not found):
+        return what
+    return "line" if path.lower().endswith(".jsonl") else None
 
 
 def read_array(path, advance):
@@ -166,7 +169,8 @@ def read_array(path, advance):
     try:
         return json.loads("".join(read_text(path, advance)))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON ({error}): mend it, or pass --field '' to read it as it is") from None
+        raise UserError(f"{path}: not JSON ({error}): mend it, or pass --field '' to read it as it"
+                        " is") from None
 
 
 def is_parquet(path):
@@ -206,8 +210,8 @@ def read_field(path, field, what, advance):
                 texts = ", ".join(key for key in record if isinstance(record[key], str))
                 seen = f"text in {texts or 'no field'} (of {', '.join(record)}): pass --field NAME"
             where = f"{path}:{number}" if what == "line" else f"{path}: {what} {number}"
-            raise UserError(f"{where}: expected a JSON object with text in {field!r}, found {seen}, or"
-                            " --field '' to read the file as it is")
+            raise UserError(f"{where}: expected a JSON object with text in {field!r}, found"
+                            f" {seen}, or --field '' to read the file as it is")
         yield record[field].replace("\r\n", "\n").encode(errors="replace").decode()  # replace lone surrogates
 
 
@@ -270,9 +274,10 @@ def make_bpe(size, texts, field, folder):
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, special_tokens=[EOT], initial_alphabet=letters.alphabet(),
                                              max_token_length=255, show_progress=False)
     with progress_bar(total_size(texts), "making tokens", "B") as advance:
-        pieces = (re.sub(r"(\S{1000})(?=\S)", r"\1 ", part)  # a long word takes time by the square of its length
-                  for path, found in texts.items() for _, text in documents(path, field, found, advance)
-                  for part in text.split(EOT))
+        parts = (part for path, found in texts.items()
+                 for _, text in documents(path, field, found, advance) for part in text.split(EOT))
+        # a long word takes time by the square of its length
+        pieces = (re.sub(r"(\S{1000})(?=\S)", r"\1 ", part) for part in parts)
         tokenizer.train_from_iterator(pieces, trainer)
     tokenizer.save(os.path.join(folder, "tokenizer.json"))
     with open(os.path.join(folder, "generation_config.json"), "w") as f:
@@ -356,7 +361,7 @@ def main():
                         help="gpt2; bytes: the 256 byte values; chars: the characters of the text; bpe:N: at most N"
                         " tokens made of it; the directory of a run; or a Hugging Face folder: its tokenizer.json")
     parser.add_argument("--field", metavar="NAME", default="text",
-                        help="field of a JSON object that has the text; '': JSON is text like any other")
+                        help="field of a JSON object that has the text; '': JSON is read as text")
     parser.add_argument("--shard_tokens", type=int, metavar="N", default=argparse.SUPPRESS,
                         help="split the training tokens over shards, PREFIX_train_000000.bin and on, of at most N")
     add_processes(parser, "pieces of text")

@@ -90,7 +90,7 @@ class Config:
             return (f"eps={self.eps} theta={self.theta} factor={self.factor} low={self.low} high={self.high}: is it of"
                     " llm.c's master, whose layout is another? Then export the model anew")
         if self.factor and self.original < 1:
-            return f"factor={self.factor} original={self.original}: expected an original length of at least 1"
+            return f"factor={self.factor} original={self.original}: expected an original length"
         return None if self.tied in (0, 1) else f"tied is {self.tied}, expected 0 or 1"
 
     def file_tensors(self):

@@ -120,16 +120,19 @@ def train_all(runs, program, slots):
 
 
 def result(run, state):
-    """A run's row of the table, {column: value}, without the values that it does not have. Raises UserError for a
-    damaged main.csv."""
+    """A run's row of the table, {column: value}, without the values that it does not have. Raises
+    UserError for a damaged main.csv."""
     row, path, found = {**run.values, "state": state}, os.path.join(run.directory, "main.csv"), {}
     if os.path.exists(path):
         try:
             with open(path, newline="") as f:
-                for name, value in (item for line in csv.DictReader(f) for item in line.items() if item[1]):
-                    found.setdefault(name, []).append(float(value))
+                for line in csv.DictReader(f):
+                    for name, value in line.items():
+                        if value:
+                            found.setdefault(name, []).append(float(value))
         except (ValueError, TypeError, csv.Error) as error:
-            raise UserError(f"{path}: is damaged ({error}): remove {run.directory} to train that run again") from None
+            raise UserError(f"{path}: is damaged ({error}): remove {run.directory} to train that"
+                            " run again") from None
     if "val_loss" in found:
         row["val_loss"], row["best_val_loss"] = found["val_loss"][-1], min(found["val_loss"])
     if "train_loss" in found:

@@ -186,8 +186,8 @@ def read_state_header(f, hint):
     flags = {master, shuffled, int(header[CRC][0])}
     if version != expected or not 0 <= rank < ranks or not flags <= {0, 1} or header[10] < 0:
         raise UserError(f"{f.name}: version {version}, rank {rank} of {ranks}, master weights {master}, shuffled"
-                        f" {shuffled}, step {header[10]}; expected version 1, of several ranks of this project's 2;"
-                        f" {hint}")
+                        f" {shuffled}, step {header[10]}; expected version 1, of several ranks of"
+                        f" this project's 2; {hint}")
     return header
 
 
@@ -199,9 +199,10 @@ def crc_of_state(path, header):
 
 
 def check_crc(f, header, hint):
-    """Raise UserError unless an open state file's bytes are those that were written. llm.c's has no CRC-32."""
-    saved = int(header[CRC][1:].view("<u4")[0])
-    if header[CRC][0] and crc_of_state(f.name, header) != saved:
+    """Raise UserError unless an open state file's bytes are those that were written. llm.c's files,
+    and older ones, have no CRC-32."""
+    has_crc, saved = header[CRC].view("<u4").tolist()
+    if has_crc and crc_of_state(f.name, header) != saved:
         raise UserError(f"{f.name}: is damaged (another CRC-32 than when it was saved); {hint}")
 
 

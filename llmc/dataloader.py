@@ -69,9 +69,11 @@ class TokenFile:
                 self.dtype, self.offset = np.dtype("<u2" if is_uint16 else "<i4"), 0
                 self.size = size // self.dtype.itemsize
                 if size % self.dtype.itemsize:
-                    raise UserError(f"{path}: {size} bytes, expected a whole number of int32 tokens; {hint}")
+                    raise UserError(f"{path}: {size} bytes, expected a whole number of int32"
+                                    f" tokens; {hint}")
                 if is_uint16:
-                    print(f"note: {path}: has no header: its ids are uint16, as nanoGPT writes them", file=sys.stderr)
+                    print(f"note: {path}: has no header: its ids are uint16, as nanoGPT writes"
+                          " them", file=sys.stderr)
         if self.size < least:
             raise UserError(f"{path}: {self.size} tokens, expected at least {least}{why}")
 
@@ -90,16 +92,20 @@ class TokenFile:
 
 
 def is_raw_uint16(start, size, V):
-    """Whether the ids of a file of `size` bytes without a header, which begins with the bytes `start`, are uint16: as
-    int32 they are none of V, and both halves of such an int32 are as large, by their median. (The upper halves of int32
-    ids are nearly all 0.) Text and NumPy's files are no ids."""
+    """Whether the ids of a file of `size` bytes without a header, which begins with the bytes
+    `start`, are uint16: as int32, some are none of V, and both halves of such an int32 are as
+    large, by their medians. (The upper halves of true int32 ids are nearly all 0.) Text and NumPy's
+    files are no ids."""
     start = start[: len(start) // 4 * 4]
-    ids, halves = np.frombuffer(start, "<i4"), np.frombuffer(start, "<u2")
+    ids = np.frombuffer(start, "<i4")
     if not ids.size or V > 1 << 16 or size % 4 == 0 and 0 <= ids.min() and ids.max() < V:
         return False
+
     is_text = not (np.frombuffer(start, np.uint8) < 9).any()
-    lower, upper = np.median(halves[0::2]), np.median(halves[1::2])
-    return not is_text and not start.startswith(b"\x93NUMPY") and 0 < lower <= 2 * upper <= 4 * lower
+    if is_text or start.startswith(b"\x93NUMPY"):
+        return False
+    lower, upper = np.median(np.frombuffer(start, "<u2").reshape(-1, 2), axis=0)
+    return bool(0 < lower <= 2 * upper <= 4 * lower)
 
 
 def check_ids(path, tokens, V):
@@ -130,8 +136,9 @@ def names_shards(data):
 
 
 def tokenizer_beside(data):
-    """PREFIX_tokenizer.bin, which prepro scripts write beside PREFIX_train.bin, PREFIX_val.bin; "" for other names. Of
-    a pattern, the first such file that is there; raises UserError if there are several, and they differ."""
+    """PREFIX_tokenizer.bin, which prepro scripts write beside PREFIX_train.bin, PREFIX_val.bin; ""
+    for other names. Of a pattern, the first such file that is there; raises UserError if there are
+    several, and they differ."""
     if not names_shards(data):
         return f"{data}_tokenizer.bin"
     matches = (re.match(r"(.*)(train|val)[^/\\]*$", path) for path in [*find_files(data), data])
@@ -139,8 +146,8 @@ def tokenizer_beside(data):
     there = [path for path in dict.fromkeys(paths) if os.path.isfile(path)]
     for path in there[1:]:
         if not filecmp.cmp(path, there[0], shallow=False):
-            raise UserError(f"{data}: matches files of different vocabularies, {there[0]} and {path}: choose files of"
-                            " one")
+            raise UserError(f"{data}: matches files of different vocabularies, {there[0]} and"
+                            f" {path}: choose files of one")
     return next(iter(there + paths[-1:]), "")
 
 

@@ -55,18 +55,39 @@ def errors_of_writing(path, verb="written"):
         raise UserError(f"{path}: cannot be {verb} ({error.strerror})") from None
 
 
+complete = None  # within all_or_none(): pairs of a file of `replacing`, and what it will replace
+
+
+@contextlib.contextmanager
+def all_or_none():
+    """Context manager: what `replacing` writes within it replaces the old files together, at its
+    end; after an exception, none of them. Not for threads."""
+    global complete
+    complete = []
+    try:
+        yield
+        for written, target in complete:
+            with errors_of_writing(target):
+                os.replace(written, target)
+    finally:
+        for written, _ in complete:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(written)
+        complete = None
+
+
 @contextlib.contextmanager
 def replacing(path):
     """Context manager: yields a temporary file, which replaces `path` once it is complete and on the disk. Raises
-    UserError when it cannot be written; the old file at `path` is then untouched. A link is followed. A pipe or a
-    character device, such as /dev/null, stays what it is, and is written to."""
+    UserError when it cannot be written; the old file at `path` is then untouched. A link is
+    followed. A pipe or a character device, such as /dev/null, is written to, and stays one."""
     mode = os.stat(path).st_mode if os.path.exists(path) else stat.S_IFREG
     if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
         with errors_of_writing(path), open(path, "wb") as f:
             yield f
         return
     if not stat.S_ISREG(mode):
-        raise UserError(f"{path}: cannot be written (it is a directory or a device, expected a file)")
+        raise UserError(f"{path}: cannot be written (a directory or a device, expected a file)")
 
     target = os.path.realpath(path)
     with errors_of_writing(path), open(f"{target}.tmp", "wb") as f:
@@ -74,35 +95,14 @@ def replacing(path):
             yield f
             f.flush()
             os.fsync(f.fileno())
-            if renames is None:
+            if complete is None:
                 os.replace(f.name, target)
             else:
-                renames.append((f.name, target))
+                complete.append((f.name, target))
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f.name)
             raise
-
-
-renames = None  # within all_or_none(): the complete files of `replacing`, and the paths that they will replace
-
-
-@contextlib.contextmanager
-def all_or_none():
-    """Context manager: what `replacing` writes within it replaces the old files together, at its end; after an
-    exception, none of them. Not for threads."""
-    global renames
-    renames = []
-    try:
-        yield
-        for written, target in renames:
-            with errors_of_writing(target):
-                os.replace(written, target)
-    finally:
-        for written, _ in renames:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(written)
-        renames = None
 
 
 @contextlib.contextmanager

@@ -65,8 +65,10 @@ def llama_config_of(hf, path, Config):
 def whole_numbers(hf, names, path):
     """{our name: value} of {our name: Hugging Face's} in a dict of config.json."""
     for name in names.values():
-        if type(hf[name]) not in (int, float) or hf[name] != int(hf[name]) or not 1 <= hf[name] < 2**31:
-            raise UserError(f"{path}: {name} is {hf[name]!r:.60}, expected a whole number from 1 to 2^31 - 1")
+        value = hf[name]
+        if type(value) not in (int, float) or value != int(value) or not 1 <= value < 2**31:
+            raise UserError(f"{path}: {name} is {value!r:.60}, expected a whole number from 1 to"
+                            " 2^31 - 1")
     return {ours: int(hf[theirs]) for ours, theirs in names.items()}
 
 
@@ -133,18 +135,20 @@ def to_theirs(weight, order):
 
 
 def with_our_prefix(state, prefix, embedding):
-    """A folder's tensors, {name: tensor}, named as here: `prefix`, then a name such as `embedding`. A model that was
-    saved without its head, or within another module, has another prefix, or none; `found` is that of its embedding."""
-    found = [name.removesuffix(embedding) for name in state if f".{name}".endswith(f".{embedding}")]
-    if len(found) != 1:
+    """A folder's tensors, {name: tensor}, named as here: `prefix`, then a name such as `embedding`.
+    A model that was saved without its head, or within another module, has another prefix, or none:
+    that of its embedding."""
+    embeddings = [name for name in state if f".{name}".endswith(f".{embedding}")]
+    if len(embeddings) != 1:
         return state
-    named = {}
+
+    theirs, named = embeddings[0].removesuffix(embedding), {}
     for name, tensor in state.items():
         before_head = name.removesuffix("lm_head.weight")
-        if before_head != name and found[0].startswith(before_head):
+        if before_head != name and theirs.startswith(before_head):
             name = "lm_head.weight"
-        elif name.startswith(found[0]):
-            name = prefix + name.removeprefix(found[0])
+        elif name.startswith(theirs):
+            name = prefix + name.removeprefix(theirs)
         named[name] = tensor
     return named
 
@@ -172,8 +176,9 @@ def read_hf_folder(folder, gpt2, llama):
             path = weights_path = index_path
             with open_input(path, HINT) as f:
                 names = sorted(set(json.load(f)["weight_map"].values()))
-            if outside := [name for name in names if os.path.isabs(name) or ".." in name.split("/")]:
-                raise UserError(f"{path}: names {outside[0]!r}, expected files of the folder")
+            for name in names:
+                if os.path.isabs(name) or ".." in name.split("/"):
+                    raise UserError(f"{path}: names {name!r:.60}, expected files of the folder")
             shards = [os.path.join(folder, name) for name in names]
         for path in shards:
             with open_input(path, HINT) as f:
@@ -187,7 +192,8 @@ def read_hf_folder(folder, gpt2, llama):
         raise UserError(f"{path}: not a safetensors file ({error})") from None
 
     is_llama = architecture is llama
-    state = with_our_prefix(state, *(("model.", "embed_tokens.weight") if is_llama else ("", "wte.weight")))
+    prefix, embedding = ("model.", "embed_tokens.weight") if is_llama else ("", "wte.weight")
+    state = with_our_prefix(state, prefix, embedding)
     unread = {name for name in state if not UNREAD.fullmatch(name)}
 
     def fetch(name, shape):
@@ -204,15 +210,17 @@ def read_hf_folder(folder, gpt2, llama):
         return tensor
 
     shape = config.V, config.C
-    embedding = fetch("model.embed_tokens.weight" if is_llama else "wte.weight", shape)
-    if "lm_head.weight" in state and not np.array_equal(fetch("lm_head.weight", shape), embedding):
+    wte = fetch(prefix + embedding, shape)
+    if "lm_head.weight" in state and not np.array_equal(fetch("lm_head.weight", shape), wte):
         if not is_llama:
             raise UserError(f"{weights_path}: lm_head.weight differs from wte.weight: this project ties the two")
         config = dataclasses.replace(config, tied=0)  # a head of its own is used, whatever the flag says
     table = architecture.parameter_table(config)
-    described, stored = table_elements(table), sum(math.prod(tensor["shape"]) for tensor in state.values())
+    described = table_elements(table)
+    stored = sum(math.prod(tensor["shape"]) for tensor in state.values())
     if described > 2 * stored + 256 * config.C:  # up to 127 rows of padding, twice
-        raise UserError(f"{config_path}: describes a model of {described} weights, but {weights_path} has {stored}")
+        raise UserError(f"{config_path}: describes a model of {described} weights, but"
+                        f" {weights_path} has {stored}")
     params = allocate(table)
     for name, view, order in (llama_slices if is_llama else gpt2_slices)(config, params):
         view[:] = to_ours(fetch(name, to_theirs(view, order).shape), order)

@@ -149,7 +149,8 @@ NOTES = {  # what a checkpoint's notes may hold: a test of its value
     "recent": lambda rows: len(rows) == 2 and all(
         type(row["count"]) is int and 0 <= row["count"] < 2**31 and len(row["values"]) == WINDOW
         and {*map(type, row["values"])} <= {int, float} for row in rows),
-    "fp8": lambda state: type(state["updates"]) is int and is_hex(state["history"]) and is_hex(state["scales"])}
+    "fp8": lambda state: (type(state["updates"]) is int and is_hex(state["history"])
+                          and is_hex(state["scales"]))}
 
 
 def read_notes(directory, step):
@@ -159,7 +160,7 @@ def read_notes(directory, step):
         try:
             notes = json.loads(f.read() or "{}")  # llm.c's file is empty
         except (ValueError, RecursionError):
-            raise UserError(f"{marker}: is not JSON; {go_back(marker)}") from None
+            raise UserError(f"{marker}: cannot be read; {go_back(marker)}") from None
     if not isinstance(notes, dict):
         raise UserError(f"{marker}: is {notes!r:.60}, expected a JSON object; {go_back(marker)}")
     for name in NOTES.keys() & notes.keys():
@@ -168,7 +169,8 @@ def read_notes(directory, step):
         except (TypeError, KeyError):  # of another structure
             is_right = False
         if not is_right:
-            raise UserError(f"{marker}: {name!r} is {notes[name]!r:.60}, which no run writes; {go_back(marker)}")
+            raise UserError(f"{marker}: {name!r} is {notes[name]!r:.60}, which no run writes;"
+                            f" {go_back(marker)}")
     return notes
 
 

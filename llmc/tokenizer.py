@@ -78,7 +78,8 @@ def keep_tokenizer(directory, tokenizer):
     if not os.path.lexists(path):
         for name in FOLDER_FILES if tokenizer.path else ():
             if os.path.exists(source := os.fspath(tokenizer.path).removesuffix("tokenizer.bin") + name):
-                with open_input(source, EXPORT) as f, replacing(os.path.join(directory, name)) as copy:
+                target = os.path.join(directory, name)
+                with open_input(source, EXPORT) as f, replacing(target) as copy:
                     shutil.copyfileobj(f, copy)
         write_tokenizer(path, tokenizer.tokens, tokenizer.eot)  # last: where it is, all are
     elif read_tokenizer(path) != tokenizer:

@@ -415,11 +415,11 @@ def save_vocabulary(path, vocabulary, version=2):
                  "generation_config.json": json.dumps({"eos_token_id": vocabulary.ends}).encode()}
         sources = {name: Path(vocabulary.prefix + name) for name in FOLDER_FILES}
         files |= {name: source.read_bytes() for name, source in sources.items() if source.exists()}
-    for name in {*FOLDER_FILES} - {*files}:
-        Path(prefix + name).unlink(missing_ok=True)
     for name, data in files.items():
         with replacing(prefix + name) as f:
             f.write(data)
+    for name in {*FOLDER_FILES} - {*files}:
+        Path(prefix + name).unlink(missing_ok=True)
 
 
 def load_vocabulary(model, V, path=None):

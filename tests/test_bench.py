@@ -79,7 +79,8 @@ def test_a_sweep_s_runs_table_and_picture(workplace, run_here, monkeypatch):
     flags, table = ("-x", 10, "--seed", "1,2", "-l", "1e-3,1e38"), Path("s/l=0.001_seed=1/main.csv")
     for data in (b"step,val_loss\n1,x\n", b"a\n1,2\n", b"\xff\n", b"step\n" + b"9" * 200000):
         table.write_bytes(data)
-        run_here(sweep, *SWEEP, *flags, fails=(table, "is damaged", "remove s/l=0.001_seed=1 to train"))
+        words = table, "is damaged", "remove s/l=0.001_seed=1 to train"
+        run_here(sweep, *SWEEP, *flags, fails=words)
     Path("s/l=0.001_seed=1/started.txt").write_bytes(b"\xff")
     run_here(sweep, *SWEEP, *flags, fails=["s/l=0.001_seed=1: a run with other flags"])
 

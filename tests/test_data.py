@@ -223,20 +223,38 @@ def test_text_that_is_refused(here, vocabulary_here, run_here, monkeypatch, name
     assert not list(here.glob("out/*")) and (here / name).read_bytes() == data
 
 
+@pytest.mark.parametrize("lines", (0, 300000))
+@pytest.mark.parametrize("end", ("\n", " "))
+def test_the_encoding_of_a_long_text(here, run_here, lines, end):
+    """Of more than what is looked at, which may end within a letter."""
+    text = f"渡轮中午离开，海鸥跟着它。我们数船，有四十艘。{end}".encode("gbk")
+    Path("x.txt").write_bytes(b"text\n" * lines + text * 40000)
+    run_here(prepro_text, "x.txt", fails=(f"byte {5 * lines}", "it looks like GBK: iconv"))
+
+
+@pytest.mark.parametrize("text, words", (
+    ("café\n", "save it as UTF-8: an editor"),
+    ("Português: São Paulo, coração, não há informação.\n", "it may be Windows-1252 or")))
+def test_an_encoding_that_cannot_be_told(here, run_here, text, words):
+    """No hint is better than a wrong one; where several make plausible letters, it has them."""
+    Path("x.txt").write_bytes(text.encode("cp1252"))
+    run_here(prepro_text, "x.txt", fails=("x.txt: not UTF-8 text", words))
+
+
 @pytest.mark.parametrize("encoding, kind, text", (
     ("gbk", "GBK", "渡轮中午离开，海鸥跟着它。我们数船，有四十艘。\n"),
     ("big5", "Big5", "渡輪中午離開，海鷗跟著牠。\n"),
     ("shift_jis", "Shift-JIS", "渡し船は正午に出て、かもめがついて行く。\n"),
-    ("euc_jp", "EUC-JP", "私たちは港で船を数えた。カモメは四十羽いた。天気はとても良い。\n"),
-    ("euc_kr", "EUC-KR", "배는 정오에 떠나고 갈매기가 따라간다.\n"), ("koi8-r", "KOI8-R", RUSSIAN),
-    ("cp1251", "Windows-1251", RUSSIAN), ("cp866", "CP866", RUSSIAN),
-    ("cp1252", "Windows-1252", "Die Fähre fährt mittags ab, und die Möwen folgen ihr über das Wasser.\n"),
+    ("euc_jp", "EUC-JP", "私たちは港で船を数えた。カモメは四十羽いた。\n"),
+    ("euc_kr", "EUC-KR", "배는 정오에 떠나고 갈매기가 따라간다.\n"),
+    ("koi8-r", "KOI8-R", RUSSIAN), ("cp1251", "Windows-1251", RUSSIAN), ("cp866", "CP866", RUSSIAN),
+    ("cp1252", "Windows-1252", "Die Fähre fährt mittags ab, Möwen folgen ihr über den See.\n"),
     ("cp1253", "Windows-1253", "Το πλοίο φεύγει το μεσημέρι και οι γλάροι το ακολουθούν.\n"),
     *((encoding, encoding[:6].upper(), text) for text in (RUSSIAN, "Hello world, this is text.\n")
       for encoding in ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be", "utf-16", "utf-32"))))
 @pytest.mark.parametrize("package", (True, False))
 def test_other_encodings(here, run_here, monkeypatch, encoding, kind, text, package):
-    """The command of the hint makes the text; without charset-normalizer, there is none for one byte a letter."""
+    """The command of the hint makes the text; without charset-normalizer, Unicode's alone do."""
     if not package:
         monkeypatch.setitem(sys.modules, "charset_normalizer", None)
     (here / "x.txt").write_bytes((60 * text).encode(encoding))
@@ -255,16 +273,18 @@ def test_json_is_found_by_what_is_in_a_file(here, prepare):
     """Not by its name; text that only begins so is text, and with --field '' all is."""
     flags = ("--vocabulary", "bytes", "--val_fraction", 0.5)
     lines, array = '{"text": "one"}\n\n{"text": "two"}\n', ' [\n{"text": "one"},\n{"text": "two"}]'
-    for name, data in (("a.txt", lines), ("b", lines), ("c.json", lines), ("d.txt", array), ("e", array),
-                       ("f.jsonl", lines), ("g.log", lines + "\n"), ("h", "\ufeff" + lines)):
+    for name, data in (
+            ("a.txt", lines), ("b", lines), ("c.json", lines), ("d.jsonl", lines), ("e.txt", array),
+            ("f", array), ("g.jsonl", array), ("h.log", lines + "\n"), ("i", "\ufeff" + lines)):
         Path(name).write_text(data)
         tokens, tokenizer, printed = prepare(name, *flags)
         assert printed.startswith("2 documents in 1 file")
         assert sorted(text_of(tokens, tokenizer).split(EOT)) == ["", "one", "two"]
         tokens, tokenizer, printed = prepare(name, *flags, "--field", "")
         assert printed.startswith("1 document in 1 file") and "{" in text_of(tokens, tokenizer)
-    texts = ('{"text": "x"} is an object,\nas here.\n', '{\n  "text": "x"\n}\n', "{ and {\n{}\n", "[a link](x)\n",
-             '{"text": "x"}\nand\nmore\n', "[1, 2]\n", "{'text': 'x'}\n", '["text"]\n', "{" * 9999)
+    texts = ('{"text": "x"} is an object,\nas here.\n', '{\n  "text": "x"\n}\n', "{ and {\n{}\n",
+             "[a link](x)\n", '{"text": "x"}\nand\nmore\n', "[1, 2]\n", "{'text': 'x'}\n",
+             '["text"]\n', "{" * 9999)
     (here / "folder").mkdir()
     for i, data in enumerate((*texts, '{"name": "x"}\n{"name": "y"}\n', '[{"name": "x"}]')):
         Path(f"folder/{i}.txt").write_text(data)
@@ -294,7 +314,8 @@ def test_a_full_disk_leaves_all_files_of_before(here, run_here, at_call, call):
     before = {path.name: path.read_bytes() for path in here.iterdir()}
     at_call(os, "fsync", call, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     Path("y.txt").write_text("abd\n" * 900)
-    run_here(prepro_text, "y.txt", "--vocabulary", "chars", "--output", "x", fails=("x_", "No space left on device"))
+    run_here(prepro_text, "y.txt", "--vocabulary", "chars", "--output", "x",
+             fails=("x_", "No space left on device"))
     Path("y.txt").unlink()
     assert {path.name: path.read_bytes() for path in here.iterdir()} == before
 

@@ -44,8 +44,8 @@ def hf_llama(tmp_path_factory):
     """With a head of its own."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=50, max_position_embeddings=40, hidden_size=48, intermediate_size=40, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2))
+        vocab_size=50, max_position_embeddings=40, hidden_size=48, intermediate_size=40,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2))
     model.save_pretrained(folder := tmp_path_factory.mktemp("llama"))
     return folder
 
@@ -63,7 +63,7 @@ def test_import_of_shards(tmp_path, hf_folder):
 @pytest.mark.parametrize("base", (True, False))
 @pytest.mark.parametrize("kind", ("gpt2", "llama"))
 def test_tensors_with_another_prefix(tmp_path, hf_folder, hf_llama, kind, base, prefix):
-    """base: of the model within the one with a head; a head of a Llama's own has a prefix as well."""
+    """base: whether the model keeps the name that it has within the one with a head."""
     folder, inner = {"gpt2": (hf_folder, "transformer."), "llama": (hf_llama, "model.")}[kind]
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     weights = tmp_path / "model.safetensors"
@@ -79,7 +79,8 @@ def test_an_index_that_leads_elsewhere(tmp_path, hf_folder, name):
     """A link to a device, too."""
     shutil.copy(hf_folder / "config.json", tmp_path)
     (tmp_path / "zero").symlink_to("/dev/zero")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"wte.weight": name}}))
+    index = json.dumps({"weight_map": {"wte.weight": name}})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
     pytest.raises(UserError, e.read_hf_folder, tmp_path).match(f"names '{name}'|zero: is no file")
 
 
@@ -230,11 +231,12 @@ def test_faults(tmp_path, export, flags, words):
     ("wpe.weight has shape .* expected .* from config.json", {"n_positions": 41}),
     ("tensor ln_f.scale and 1 more would", {"transformer.ln_f.scale": torch.zeros(1), "score": torch.ones(1)}),
     ("config.json: not the configuration", lambda folder: (folder / "config.json").write_text("[" * 9999)),
-    *(("n_layer is .*from 1 to 2.31 - 1", {"n_layer": value}) for value in (0, -1, 1 << 80, 10**400, 2.5, 1e300, "2")),
+    *(("n_layer is .*from 1 to 2.31 - 1", {"n_layer": value})
+      for value in (0, -1, 1 << 80, 10**400, 2.5, 1e300, "2")),
     ("n_layer is 'x.{0,60}, expected", {"n_layer": "x" * 5000}),
-    ("config.json: not the configuration", {"n_layer": float("inf")}), ("describes a model of", {"n_layer": 10**9}),
-    ("config.json: not the configuration", lambda folder: (folder / "config.json").write_text('{"n_layer": 1%s}'
-                                                                                             % ("0" * 9999))),
+    ("describes a model of", {"n_layer": 10**9}), ("not the configuration", {"n_layer": np.inf}),
+    ("not the configuration",
+     lambda folder: (folder / "config.json").write_text(f'{{"n_layer": 1{"0" * 9999}}}')),
     ("lm_head.weight differs", {"lm_head.weight": torch.zeros(50, 48)}),
     ("NaN", {"transformer.ln_f.bias": torch.full((48,), torch.nan)})))
 def test_hugging_face_folder_faults(tmp_path, hf_folder, words, damage):

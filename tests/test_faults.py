@@ -1,5 +1,6 @@
 """What bad input gets: one line that names the file or flag, exit status 1, nothing half-written and nothing lost."""
 
+import dataclasses
 import os
 import re
 import shlex
@@ -15,7 +16,8 @@ import pytest
 import llmc.checkpoint
 import llmc.files
 import train_gpt2
-from conftest import ROOT, SMALL, assert_one_line_error, make_state, optimizer_of, random_params
+from conftest import (ROOT, SMALL, SMALL_LLAMA, assert_one_line_error, make_state, optimizer_of,
+                      random_params)
 from llmc.checkpoint import owned_by_one, Progress, read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
@@ -26,6 +28,7 @@ from llmc.tensors import bf16_bits, bf16_to_float32, flat
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from llmc.debugstate import read_debug_state, write_debug_state
 from train_gpt2 import GPT2
+from train_llama3 import Llama3
 
 TRAIN = ("-b", 2, "-t", 8, "-x", 1, "-v", 0, "-s", 0)
 
@@ -156,6 +159,18 @@ def test_model_header_fields(workplace, monkeypatch, slot, name):
         assert error.match(words) and str(path) in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_llama_s_original_length(tmp_path):
+    """It counts only where RoPE is scaled."""
+    path = tmp_path / "llama.bin"
+    for factor, original, words in ((8, 0, "original=0"), (8, -1, "original=-1"), (0, 0, "")):
+        config = dataclasses.replace(SMALL_LLAMA, factor=factor, original=original)
+        write_model(path, config, random_params(config))
+        if words:
+            pytest.raises(UserError, read_model, path, Llama3).match(words)
+        else:
+            assert read_model(path, Llama3)[0] == config
+
+
 def test_tokenizer_faults(workplace):
     path = workplace / "gpt2_tokenizer.bin"
     good = path.read_bytes()
@@ -283,6 +298,16 @@ def test_old_checkpoints_are_deleted(workplace, train, flags, kept):
     assert set(os.listdir("run")) == {"main.csv", "main.log", "tokenizer.bin", "model_mine.bin", *names}
 
 
+def test_logs_that_nobody_keeps(workplace, train):
+    """Links to /dev/null stay such."""
+    os.mkdir("run")
+    for name in ("main.log", "main.csv"):
+        Path("run", name).symlink_to("/dev/null")
+    train("-x", 1, "-o", "run", check=True)
+    train("-x", 2, "-o", "run", "-y", 1, check=True)
+    assert Path("run/main.csv").is_symlink() and Path("run/main.csv").is_char_device()
+
+
 def test_damaged_checkpoints_and_logs(workplace, train):
     """A state that does not say its model's CRC-32 is taken; a log that is none is not written over."""
     train("-x", 2, "-n", 1, "-o", "run", check=True)
@@ -299,7 +324,8 @@ def test_damaged_checkpoints_and_logs(workplace, train):
     fails(state, "step -1", f"remove {marker}", h10=-1)
     for slot in (20, 42, 300):  # the sampler's state, a flag, a moment
         flipped = int(np.frombuffer(good, "<i4")[slot]) ^ 1
-        fails(state, "is damaged (another CRC-32", f"remove {marker}", crc=1, **{f"h{slot}": flipped})
+        header = {f"h{slot}": flipped}
+        fails(state, "is damaged (another CRC-32", f"remove {marker}", crc=1, **header)
     fails(state, "--spread 1", "expected", "--spread 0", h42=1)
     fails(state, "step 5", h10=5)
     fails("batch 9999", h32=9999)
@@ -319,10 +345,12 @@ def test_damaged_checkpoints_and_logs(workplace, train):
 
 
 @pytest.mark.parametrize("text", (
-    "null", "[]", "3", '"run"', "[1, {}]", "NaN", "{", "\x80", "[" * 9999, '{"model": 3}', '{"model": ["d2"]}',
-    '{"update_tokens": "x"}', '{"update_tokens": -1}', '{"update_tokens": 1.5}', '{"lowest": 3}', '{"lowest": [1.5]}',
-    '{"lowest": ["a", 2]}', '{"recent": {}}', '{"recent": [1, 2]}', '{"recent": [{"count": 1, "values": [2]}, {}]}',
-    '{"fp8": []}', '{"fp8": {"updates": 1, "history": "0", "scales": "x"}}', '{"val_data": null}', '{"data": {}}'))
+    "null", "[]", "3", '"run"', "[1, {}]", "NaN", "{", "\x80", "[" * 9999, '{"model": 3}',
+    '{"model": ["d2"]}', '{"update_tokens": "x"}', '{"update_tokens": -1}',
+    '{"update_tokens": 1.5}', '{"lowest": 3}', '{"lowest": [1.5]}', '{"lowest": ["a", 2]}',
+    '{"recent": {}}', '{"recent": [1, 2]}', '{"recent": [{"count": 1, "values": [2]}, {}]}',
+    '{"fp8": []}', '{"fp8": {"updates": 1, "history": "0", "scales": "x"}}', '{"val_data": null}',
+    '{"data": {}}'))
 def test_markers_that_no_run_writes(here, text):
     """Other JSON, or none. llm.c's is empty; fields that are not known are left alone."""
     marker = Path("DONE_00000001")
@@ -343,10 +371,11 @@ def test_a_full_disk_is_one_line(workplace):
     "print('x')", "print('x', end='')", "sys.stdout.buffer.write(b'x')", "print('x' * 99999)",
     "(print('x', end=''), sys.exit(0))"))
 def test_output_to_a_full_disk(work):
-    """is one line, of output of any kind: Python's own traceback at exit, and its status of 120, are kept away."""
-    program = f"import sys; from llmc.errors import run_main; sys.argv = ['x.py']; run_main(lambda: {work} and None)"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    """is one line, whatever is printed: no traceback of Python's own at exit, no status of 120."""
+    program = ("import sys; from llmc.errors import run_main; sys.argv = ['x.py'];"
+               f" run_main(lambda: {work} and None)")
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-                              env=environment, timeout=60)
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE,
+                              text=True, cwd=ROOT, env=environment, timeout=60)
     assert (done.returncode, done.stderr) == (1, "x.py: error: No space left on device\n")

@@ -68,38 +68,42 @@ NANO = np.random.default_rng(0).integers(0, 200, 3001) ** 2 % 257
 
 
 @pytest.mark.parametrize("ids, dtype, V, found", (
-    (NANO, "<u2", 257, "<u2"), (NANO[:-1], "<u2", 257, "<u2"), (NANO, "<i4", 257, "<i4"), (NANO, "<u2", 50257, "<u2"),
-    (NANO, "<u2", 1 << 17, "<i4"),  # no vocabulary of uint16
+    (NANO, "<u2", 257, "<u2"), (NANO[:-1], "<u2", 257, "<u2"), (NANO, "<u2", 50257, "<u2"),
+    (NANO, "<i4", 257, "<i4"), (NANO, "<u2", 1 << 17, "<i4"),  # no vocabulary of uint16
     (np.insert(NANO, range(3001), 0), "<u2", 257, "<i4"), (NANO[::-1], "<u2", 257, "<u2"),
     (NANO * 150, "<i4", 257, "<i4"), (NANO * 150, "<u2", 257, "<u2"),  # another vocabulary's
     (NANO * 1000, "<i4", 50257, "<i4"), (NANO % 2, "<u2", 2, "<i4"),
     (np.frombuffer(b"some text, not ids\n" * 100, "<u2"), "<u2", 50257, "<i4")))
 def test_ids_of_uint16_without_a_header(tmp_path, capsys, ids, dtype, V, found):
-    """As nanoGPT's, are read with a note where they are none of int32. All else without a header is int32."""
+    """As nanoGPT's, are read with a note where they are none of int32; all else is int32."""
     path, right = tmp_path / "train.bin", found == dtype and ids.max() < V
     path.write_bytes(ids.astype(dtype).tobytes())
     if right:
         assert np.array_equal(open_tokens(path, V), ids)
         assert np.array_equal(DataLoader([path], V, 2, 8).next_batch()[0].ravel(), ids[:16])
     else:
-        pytest.raises(UserError, open_tokens, path, V).match("another vocabulary|a whole number of int32")
+        error = pytest.raises(UserError, open_tokens, path, V)
+        assert error.match("another vocabulary|a whole number of int32")
     assert ("as nanoGPT writes them" in capsys.readouterr().err) == (found == "<u2")
 
 
 def test_a_pattern_over_several_vocabularies_is_refused(workplace, train):
-    """Of one vocabulary, in several files, it is found beside the first. With -v 0, validation files do not count."""
+    """Of one vocabulary, it is found beside the first. With -v 0, nobody reads validation files."""
     for name, tokens in (("a", b"ab"), ("b", b"ab"), ("c", b"xy")):
-        write_tokenizer(f"data/{name}_tokenizer.bin", [bytes([token]) for token in tokens] + [b"<eot>"], 2)
+        tokens = [bytes([token]) for token in tokens] + [b"<eot>"]
+        write_tokenizer(f"data/{name}_tokenizer.bin", tokens, 2)
         for split in ("train", "val"):
             write_tokens(f"data/{name}_{split}.bin", [np.arange(100) % 3], 100)
     flags = ("-e", "d2", "-x", 1, "-v", 1)
     differ = "different vocabularies, data/a_tokenizer.bin and data/c_tokenizer.bin"
     train("-i", "data/[abc]_train.bin", *flags, fails=("data/[abc]_train.bin", differ))
-    train("-i", "data/a_train.bin", "-j", "data/[abc]_val.bin", *flags, fails=("data/[abc]_val.bin", differ))
+    train("-i", "data/a_train.bin", "-j", "data/[abc]_val.bin", *flags,
+          fails=("data/[abc]_val.bin", differ))
     os.unlink("data/c_train.bin")
     train("-i", "data/*[abc]_train.bin", *flags, fails=("data/*[abc]_val.bin", differ))
     train("-i", "data/*[abc]_train.bin", *flags, "-v", 0)
-    assert "data/a_tokenizer.bin" in train("-i", "data/[ab]_train.bin", *flags, "--lines", "short").stdout
+    done = train("-i", "data/[ab]_train.bin", *flags, "--lines", "short")
+    assert "data/a_tokenizer.bin" in done.stdout
 
 
 def test_what_is_beside_the_training_data(workplace):
@@ -251,7 +255,8 @@ def test_a_shuffled_run_goes_on_with_its_own_flags(shards, train):
     state = Path(checkpoint_paths("run", 3)[1])
     whole, end = state.read_bytes(), END_OF_MOMENTS
     good = whole[:180] + bytes(8) + whole[188:]  # without a CRC-32
-    for bad, words in ((whole[:-9] + bytes(9), "CRC-32"), (whole[:80] + b"\1" + whole[81:], "CRC-32"),
+    for bad, words in ((whole[:-9] + bytes(9), "CRC-32"),
+                       (whole[:80] + b"\1" + whole[81:], "CRC-32"),
                        (good[:end] + struct.pack("<Q", 2) + good[end + 8 :], "data order"),
                        (good[:-1], "bytes, expected"), (good[: end + 3], "bytes, expected")):
         state.write_bytes(bad)
@@ -414,6 +419,6 @@ def test_a_pipe_is_written_to_and_stays_one(tmp_path):
         f.write(b"new")
     reader.join()
     assert read == [b"new"] and pipe.is_fifo() and os.listdir(tmp_path) == ["pipe"]
-    with pytest.raises(UserError, match="cannot be written .it is a directory or a device, expected a file"):
+    with pytest.raises(UserError, match="written .a directory or a device, expected a file"):
         with replacing(tmp_path):
             pass

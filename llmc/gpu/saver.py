@@ -20,7 +20,8 @@ class TrainerSaver(Saver):
     def restore(self, step, loader, random):
         trainer, settings = self.model, self.settings
         owned = trainer.state_now(room=True)
-        has_exact, notes = restore(settings, owned, step, loader, random)
+        restored = trainer.ranks.attempt(lambda: restore(settings, owned, step, loader, random))
+        has_exact, notes = restored[trainer.ranks.rank]
         if trainer.fp8 and not trainer.fp8.restore(notes) and trainer.ranks.is_first:
             print("note: the checkpoint has no scales of FP8: this run finds its own", file=sys.stderr)
         trainer.set_state(owned, has_exact, step, read_recent(notes))

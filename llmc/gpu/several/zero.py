@@ -18,7 +18,8 @@ import itertools
 import os
 import warnings
 
-from llmc.checkpoint import Owned, check_crc, check_state_size, is_whole, rank_path, read_state_header
+from llmc.checkpoint import (Owned, check_crc, check_state_size, is_whole, rank_path,
+                             read_state_header)
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, open_input, read_into
 from llmc.gpu.device import cp
