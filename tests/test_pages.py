@@ -19,7 +19,7 @@ from llmc.debugstate import check_tensor
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, parse_settings
 from llmc.tensors import flat, table_elements
-from llmc.threads import BLOCK
+from llmc.threads import BLOCK, parallel_blocks
 from reference import muon
 from train_gpt2 import GPT2
 from train_llama3 import Llama3
@@ -212,7 +212,8 @@ def test_a_gradient_is_cut_to_the_limit(longer):
     norm, scale = model.norm_and_scale(Settings(grad_clip=15.0 / longer))
     assert norm == 15.0 and scale == pytest.approx(min(1.0, 1.0 / longer), rel=1e-12)
     assert model.norm_and_scale(Settings()) == (None, 1.0)
-    assert model.norm_and_scale(Settings(output="run")) == (15.0, 1.0)
+    for wanted in (dict(output="run"), dict(skip_norm_zscore=5.0), dict(skip_loss_zscore=5.0)):
+        assert model.norm_and_scale(Settings(**wanted)) == (15.0, 1.0)
 
 
 SCHEDULES = {  # of 20 updates, the rates after a warm-up of 4, which end at 0
@@ -299,6 +300,11 @@ BY_BLOCKS = {  # what shares a loop among threads: (its call, shapes of its arra
         lambda n: (n, 4, 2, 1, 4)),
     "matmul_few_rows": (few_rows, [(OC,), (OC, C)], lambda n: (n,)),
 }
+
+
+def test_blocks_are_consecutive():
+    """And so are their results, whoever was first."""
+    assert parallel_blocks(lambda *ends: ends, 10, 4) == [(0, 4), (4, 8), (8, 10)]
 
 
 @pytest.mark.parametrize("name", BY_BLOCKS)
