@@ -24,6 +24,7 @@ import pytest
 
 import generate
 import llmc.gpu.precision
+import llmc.llmc_lines
 import llmc.loop
 import llmc.progress
 import plot_log
@@ -128,6 +129,15 @@ def test_a_small_text_is_not_learnt_by_heart(workplace, run_here, monkeypatch, f
     assert f"warmup_steps={warmup} " in done.stdout or not warmup
 
 
+@pytest.mark.parametrize("flags, steps", (((), 30), (("-x", 0), 3)))
+def test_an_epoch_of_updates_of_two_batches(workplace, run_here, monkeypatch, flags, steps):
+    """Of seven batches: three updates."""
+    monkeypatch.setattr(train_gpt2, "train_step", Mock(side_effect=UserError("enough")))
+    flags = *"-e d2 -b 7 -t 80 -d 1120 -s 0 -v 0".split(), *flags
+    printed = run_here(train_gpt2, *flags, fails=["enough"]).stdout
+    assert f"\nrun       {steps} steps of 1120 tokens" in printed
+
+
 @pytest.mark.parametrize("patience, last", ((0, 12), (3, 8), (4, 10)))
 def test_a_run_that_overfits(workplace, run_here, monkeypatch, patience, last):
     """It is said once; with --patience, it ends there, with a checkpoint, and the command may go on; the best stays."""
@@ -182,7 +192,13 @@ def test_a_terminal_shows_a_bar_below_the_lines(workplace, train, monkeypatch):
 
 
 def test_durations_and_utilization():
-    """Peaks of dense matmuls, by the names that CUDA gives, of whole GPUs."""
+    """Peaks of dense matmuls, by the names that CUDA gives, of whole GPUs; tokens of whole updates."""
+    settings = Settings(B=2, T=8, total_batch_size=32)
+    for console, words in ((llmc.progress.Console, "0.50 s | 64 tok/s | 50.0% MFU"),
+                           (llmc.llmc_lines.LlmcCudaLines, "500.000000 ms, 64 tok/s")):
+        console = console(Mock(settings=settings, begin=0))
+        console.peak = 128.0
+        assert words in console.training_line(0, llmc.loop.Update(1.0, None, 0.5, None), 0.1, 9.0)
     seconds = (0, 99.4, 100, 60 * 99, 60 * 130, 3600 * 47.5, 3600 * 76.2)
     assert list(map(llmc.progress.duration, seconds)) == [
         "0 s", "99 s", "2 min", "99 min", "2 h 10 min", "47 h 30 min", "3 d 4 h"]
