@@ -37,7 +37,7 @@ from llmc.sampler import draw
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, parse_settings
 from llmc.tensors import Row, allocate, flat, layer, table_bytes, unpadded, views
-from llmc.threads import BLOCK, THREADS, parallel_blocks
+from llmc.threads import BLOCK, Others, fit_threads, parallel_blocks
 
 # ----------------------------------------------------------------------------------------------------------------------
 # layout: GPT-2's tensors as tables, from which sizes, offsets, views, files and tests derive
@@ -717,15 +717,20 @@ def main(architecture=GPT2):
     settings = parse_settings(architecture.Settings, f"Train {architecture.TITLE} on the CPU, in NumPy.")
     warnings.simplefilter("ignore", RuntimeWarning)  # on overflow: check_update stops at what is not finite
     with locked(settings.output_dir), Loop(settings, architecture) as loop:
-        loop.console.header(f"CPU, {THREADS} thread{'s' * (THREADS > 1)}, NumPy {np.__version__}, float32", peak=None)
+        threads = fit_threads(loop.notes.get("threads"))
+        device = f"CPU, {threads} thread{'s' * (threads > 1)}, NumPy {np.__version__}, float32"
+        loop.console.header(device, peak=None)
         loop.console.memory(memory_plan(architecture, loop.config, settings))
         model = architecture(loop.config, loop.params)
         model.allocate_activations(settings.B, settings.T)
         model.allocate_training(settings.B, settings.T, settings.micro_steps)
         model.decoder = model.Decoder(loop.config, loop.params, 1, settings.T) if settings.sample_every else None
         loop.start(model, Saver(model, settings))
+        other_programs = Others()
         for step in loop:  # between updates, it validates, samples, saves and stops
             loop.report(step, train_step(model, loop.train_loader, settings, step))
+            if note := other_programs.slow_down():
+                loop.console.note(note)
     return loop.status
 
 

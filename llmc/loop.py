@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmc import threads
 from llmc.checkpoint import Progress, owned_by_one
 from llmc.dataloader import open_data
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError
@@ -49,6 +50,9 @@ class Loop(contextlib.AbstractContextManager):
         depend on it. Raises UserError if files do not fit each other or the settings."""
         self.ranks, self.architecture, self.status = ranks, architecture, 0
         self.first_step = ranks.gather(find_checkpoint(settings) if ranks.is_first else None)[0]
+        self.notes = {}  # of the checkpoint that it resumes from
+        if self.first_step is not None:
+            self.notes = read_notes(settings.output_dir, self.first_step)
         self.tokenizer = load_tokenizer(settings)
         self.config, self.params, self.model_path = read_start(settings, self.first_step, self.tokenizer, architecture)
         self.parameters = sum(tensor.size for tensor in unpadded(self.params, self.config.V))
@@ -88,7 +92,7 @@ class Loop(contextlib.AbstractContextManager):
         self.model, self.saver, self.params = model, saver, None
         if self.first_step is not None:
             saver.restore(self.first_step, self.train_loader, self.random)
-            self.lowest = tuple(read_notes(self.settings.output_dir, self.first_step).get("lowest", self.lowest))
+            self.lowest = tuple(self.notes.get("lowest", self.lowest))
         settings = self.settings if self.ranks.is_first else dataclasses.replace(self.settings, output="")
         self.log = Log(settings, self.begin)
 
@@ -224,7 +228,8 @@ class Saver:
     def save(self, progress, notes):
         """Write a checkpoint. progress: a Progress; notes: for JSON."""
         model, owned = self.model, owned_by_one(self.model.optimizer)
-        save_checkpoint(self.settings, model.config, model.params, owned, progress, notes | notes_on(model.recent))
+        notes = {**notes, "threads": threads.THREADS, **notes_on(model.recent)}
+        save_checkpoint(self.settings, model.config, model.params, owned, progress, notes)
 
     # on GPUs: wait for the weights that others send; until the checkpoint is written; raise the error of one that
     # failed, without a wait; end, by an exception or not

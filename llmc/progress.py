@@ -145,6 +145,11 @@ class Console:
         with self.loop.interruption.output():
             (self.bar.write if self.bar else print)(line)
 
+    def note(self, text):
+        self.erase()
+        with self.loop.interruption.output():
+            print(f"note: {text}", file=sys.stderr)
+
     def erase(self):
         if self.bar:
             self.bar.clear()

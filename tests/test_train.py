@@ -5,6 +5,7 @@ import contextlib
 import csv
 import dataclasses
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -26,6 +27,7 @@ import generate
 import llmc.gpu.precision
 import llmc.loop
 import llmc.progress
+import llmc.threads
 import plot_log
 import train_gpt2
 import train_gpt2_cuda
@@ -280,6 +282,66 @@ def test_resumed_run_is_bit_equal(workplace, run_here, page, more):
         text = run_here(generate, "whole", "--prompt", "ab", "--tokens", 20, "--ignore_eot", "--device", "cpu").stdout
         assert text.startswith("ab") and len(text) > 10
         run_here(train_gpt2, "-e", "whole", fails=(f"checkpoint of {page.__module__}.py", "run the other page"))
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    """two_cores(busy): a machine of two cores, of which other programs use `busy`."""
+    def change(busy):
+        times = itertools.count(-1e9, 9.0)
+        monkeypatch.setattr(llmc.threads.Others, "measure", lambda _: (t := next(times), t * busy))
+
+    monkeypatch.setattr(llmc.threads, "THREADS", 2)
+    monkeypatch.setattr(llmc.threads, "count_threads", lambda: 2)
+    monkeypatch.setattr(llmc.threads.time, "sleep", lambda _: None)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    yield change
+    monkeypatch.undo()
+    llmc.threads.set_openblas_threads(llmc.threads.THREADS)
+
+
+def test_threads_beside_busy_programs(workplace, run_here, monkeypatch, two_cores):
+    """As many as there are free cores, as OMP_NUM_THREADS would have it; a run keeps its number."""
+    def train(steps, directory, *more):
+        flags = ("-e", "d2", "-v", 0, "-s", 0, "-k", "constant", "-u", 0, "--lines", "short")
+        return run_here(train_gpt2, *FAST, *flags, "-x", steps, "-o", directory, *more)
+
+    for busy, count in ((0.4, 2), (1.3, 1), (2.0, 1)):
+        two_cores(busy)
+        done = train(3, f"busy{busy}")
+        assert f"\ndevice    CPU, {count} thread" in done.stdout
+        assert done.stderr.count(f"use {busy} of 2 cores: this run has 1 of 2") == (count == 1)
+        monkeypatch.setattr(llmc.threads, "THREADS", 2)
+    two_cores(0.0)
+    kept = train(5, "busy1.3", "-y", 1)
+    assert "\ndevice    CPU, 1 thread, " in kept.stdout and not kept.stderr
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    train(5, "whole")
+    models = [Path(directory, "model_00000005.bin") for directory in ("busy1.3", "whole")]
+    assert models[0].read_bytes() == models[1].read_bytes()
+    other = train(6, "busy0.4", "-y", 1)
+    assert "had 2 threads, now it has 1: sums may be rounded" in other.stderr
+    assert "(OMP_NUM_THREADS=2 continues bit for bit)" in other.stderr
+
+
+@pytest.mark.parametrize("given, busy, notes", ((False, 1.0, 1), (False, 0.2, 0), (True, 1.0, 0)))
+def test_programs_that_slow_a_run_down_are_told_once(
+        workplace, run_here, monkeypatch, two_cores, given, busy, notes):
+    two_cores(0.0)
+    monkeypatch.setattr(train_gpt2, "fit_threads", lambda _: two_cores(busy) or 2)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    done = run_here(train_gpt2, *FAST, "-x", 4, "-v", 0, "-s", 0)
+    assert done.stderr.count(f"note: other programs use {busy} of 2 cores, which makes 2 threads"
+                             " slow: OMP_NUM_THREADS=1 may be faster") == notes
+
+
+def test_the_cores_that_others_use():
+    """The system's figure, less what this process does itself, cannot be more than all cores."""
+    others = llmc.threads.Others()
+    while others.measure()[0] - others.last[0] < 0.1:
+        pass
+    assert -0.5 < others.cores() < os.cpu_count() + 0.5
 
 
 def test_a_run_s_newest_model_and_vocabulary_are_for_others(workplace, train, run_here):
