@@ -23,6 +23,8 @@ import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy
 import dataclasses
 import functools
 import math
+import os
+import sys
 import time
 import warnings
 
@@ -36,6 +38,7 @@ from llmc.outliers import RECENT, judge
 from llmc.sampler import draw
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, parse_settings
+from llmc.single_process import refuse_launchers
 from llmc.tensors import Row, allocate, flat, layer, table_bytes, unpadded, views
 from llmc.threads import BLOCK, Others, fit_threads, parallel_blocks
 
@@ -715,6 +718,7 @@ def memory_plan(architecture, config, settings):
 
 def main(architecture=GPT2):
     settings = parse_settings(architecture.Settings, f"Train {architecture.TITLE} on the CPU, in NumPy.")
+    refuse_launchers(os.environ, os.path.basename(sys.argv[0]))
     warnings.simplefilter("ignore", RuntimeWarning)  # on overflow: check_update stops at what is not finite
     with locked(settings.output_dir), Loop(settings, architecture) as loop:
         threads = fit_threads(loop.notes.get("threads"))

@@ -27,11 +27,13 @@ import generate
 import llmc.gpu.precision
 import llmc.loop
 import llmc.progress
+import llmc.single_process
 import llmc.threads
 import plot_log
 import train_gpt2
 import train_gpt2_cuda
-from conftest import ROOT, SMALL, draw_slowly, make_model, random_params, remove_after, trainer_of
+from conftest import (ROOT, SMALL, assert_one_line_error, draw_slowly, make_model, random_params,
+                      remove_after, trainer_of)
 from llmc.checkpoint import write_model
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.errors import UserError
@@ -39,6 +41,7 @@ from llmc.outliers import LOSS, RECENT, WINDOW, notes_on, read_recent, z_score
 from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint
 from llmc.schedulers import learning_rate_at
 from llmc.settings import parse_settings, Settings
+from llmc.single_process import LAUNCHERS
 from llmc.tensors import flat, table_elements
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from train_gpt2 import activation_table, GPT2
@@ -342,6 +345,25 @@ def test_the_cores_that_others_use():
     while others.measure()[0] - others.last[0] < 0.1:
         pass
     assert -0.5 < others.cores() < os.cpu_count() + 0.5
+
+
+@pytest.mark.parametrize("page", (GPT2, Llama3, Speedrun))
+@pytest.mark.parametrize("names", LAUNCHERS)
+def test_a_launcher_s_processes_would_all_be_the_same_run(
+        workplace, run_here, monkeypatch, page, names):
+    """The first says so, in one line; the others end. One process is harmless."""
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setattr(llmc.single_process.time, "sleep", lambda _: None)
+    flags = ("-e", next(iter(page.SIZES)), *FAST, "-x", 1, "-v", 0, "-s", 0)
+    for rank, size in ((0, 2), (1, 2), (0, 1)):
+        for name, value in zip(names, (rank, size, rank)):
+            monkeypatch.setenv(name, str(value))
+        done = run_here(trainer_of(page), *flags, check=False)
+        assert done.returncode == int(size == 2) and bool(done.stdout) == (size == 1)
+        assert done.stderr.count("\n") == int((rank, size) == (0, 2))
+        if done.stderr:
+            one = f"{names[1]}=2: {page.__module__}.py is one process"
+            assert_one_line_error(done, one, f"{page.__module__}_cuda.py takes torchrun")
 
 
 def test_a_run_s_newest_model_and_vocabulary_are_for_others(workplace, train, run_here):
