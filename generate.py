@@ -250,6 +250,9 @@ def parse_arguments():
     parser = Parser(description=(__doc__ or "").strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("model", help="the directory of a run, a .bin file or a Hugging Face folder")
+    parser.add_argument("--checkpoint", metavar="best|last|N", default="",
+                        help="of a run; N: of step N (default: the best where --patience kept it,"
+                        " else the last)")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--prompt", default=argparse.SUPPRESS,
                        help="text to continue; -: read it from standard input (default: begin a new text)")
@@ -304,7 +307,8 @@ def main():
     args = parse_arguments()
     if hasattr(sys.stdin, "reconfigure"):  # a test's has none
         sys.stdin.reconfigure(errors="surrogateescape", newline=None)  # not UTF-8, as in sys.argv; CRLF
-    architecture, config, params, tokenizer = load_with_vocabulary(args.model, getattr(args, "tokenizer", None))
+    architecture, config, params, tokenizer = load_with_vocabulary(
+        args.model, getattr(args, "tokenizer", None), args.checkpoint)
     try:
         decoder = make_decoder(architecture, config, params, args)
     except MemoryError as error:

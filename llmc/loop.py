@@ -120,9 +120,11 @@ class Loop(contextlib.AbstractContextManager):
                     self.save(step)
                 return self.stop(step, *interrupted.args)
             if validates and settings.patience:
-                last = last or self.above >= settings.patience
-                if directory and step != self.saved and (last or not self.above):  # the best model is kept, too
-                    self.save(step)
+                if self.above >= settings.patience and not last:
+                    self.console.stops_early(step, *self.lowest)
+                    last = True
+                if directory and step != self.saved and (last or not self.above):
+                    self.save(step, of_patience=True)
             if last:
                 break
             yield step
@@ -174,7 +176,7 @@ class Loop(contextlib.AbstractContextManager):
         self.console.validation(step, loss)
         self.log.validation(step, loss)
         self.lowest, self.above = ((loss, step), 0) if loss <= self.lowest[0] else (self.lowest, self.above + 1)
-        if self.above == max(3, settings.patience):
+        if self.above == 3 and not settings.patience:
             self.console.overfits(step, *self.lowest)
         if self.examples:
             self.console.wait_for("HellaSwag")
@@ -196,12 +198,15 @@ class Loop(contextlib.AbstractContextManager):
                 self.random.u32()
         self.interruption.check()  # the first rank may have lost its terminal
 
-    def save(self, done):
+    def save(self, done, of_patience=False):
+        """Save a checkpoint after `done` updates. of_patience: a later one may replace it."""
         self.console.wait_for("saving")
         batch = (self.settings.B, self.settings.T, self.settings.spread)
         progress = Progress(done, self.random.state, self.train_loader.position, batch)
         notes = {name: getattr(self.settings, name) for name in ("update_tokens", "data", "val_data", "model")}
-        self.saver.save(progress, {**notes, "lowest": self.lowest} if self.settings.patience else notes)
+        if self.settings.patience:
+            notes |= {"lowest": self.lowest, "of_patience": of_patience}
+        self.saver.save(progress, notes)
         self.saved = done
 
     def stop(self, done, signal):

@@ -23,6 +23,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+import evaluate
 import generate
 import llmc.gpu.precision
 import llmc.loop
@@ -34,6 +35,7 @@ import train_gpt2
 import train_gpt2_cuda
 from conftest import (ROOT, SMALL, assert_one_line_error, draw_slowly, make_model, random_params,
                       remove_after, trainer_of)
+from llmc.api import load
 from llmc.checkpoint import write_model
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.errors import UserError
@@ -134,17 +136,68 @@ def test_a_small_text_is_not_learnt_by_heart(workplace, run_here, monkeypatch, f
     assert f"warmup_steps={warmup} " in done.stdout or not warmup
 
 
+DATA = "--data", "data/tiny_shakespeare", "--device", "cpu"
+LOSSES = 5.0, 4.0, 4.5, 4.2, 4.1, 4.6, 4.7, 4.8, 4.9, 5.0  # of validations, two steps apart
+
+
 @pytest.mark.parametrize("patience, last", ((0, 12), (3, 8), (4, 10)))
 def test_a_run_that_overfits(workplace, run_here, monkeypatch, patience, last):
-    """It is said once; with --patience, it ends there, with a checkpoint, and the command may go on; the best stays."""
-    losses = iter([5.0, 4.0, 4.5, 4.2, 4.1, 4.6, 4.7, 4.8, 4.9, 5.0])
-    monkeypatch.setattr(llmc.loop, "validate", lambda *_: next(losses))
+    """It is said once; with --patience, it ends there, and says why and which checkpoint is the
+    best, which stays; the command may go on."""
+    monkeypatch.setattr(llmc.loop, "validate", lambda *_, losses=iter(LOSSES): next(losses))
     flags = *"-e d2 -x 12 -b 2 -t 8 -v 2 -s 0 -o run -n 2 -nk 1 --patience".split(), patience
     printed = run_here(train_gpt2, *flags).stdout
-    assert printed.count("validation was lowest at step 2, 4.0000: more steps overfit") == 1
-    assert complete_checkpoints("run") == [2] * bool(patience) + [last] and f"\n{last} steps in " in printed
+    stops = (f"step {last:>2}/12 | stopped by --patience {patience}: that many validations in a row"
+             " were above 4.0000, of step 2; the best checkpoint is run/model_00000002.bin\n")
+    assert printed.count(stops) == bool(patience)
+    assert printed.count("validation was lowest at step 2, 4.0000: more steps") == (not patience)
+    assert complete_checkpoints("run") == [2] * bool(patience) + [last]
+    assert f"\n{last} steps in " in printed
     run_here(train_gpt2, *flags, "-y", 1)  # whose validations are above the lowest of before
     assert complete_checkpoints("run") == [2] * bool(patience) + [12]
+
+
+@pytest.mark.parametrize("flags, kept", (
+    ((), [2, 8]), (("-n", 3), [2, 3, 6, 8]), (("-n", 3, "-nk", 1), [2, 8]),
+    (("-n", 5, "-nk", 2), [2, 5, 8]), (("-n", 4, "-nm", 4, "-nk", 1), [2, 4, 8]),
+    (("--patience", 9), [2, 12])))
+def test_patience_keeps_the_best_and_the_newest_of_its_own(
+        workplace, run_here, monkeypatch, flags, kept):
+    """-n's checkpoints stay as without it. Validations are lowest at steps 0, then 2."""
+    monkeypatch.setattr(llmc.loop, "validate", lambda *_, losses=iter(LOSSES): next(losses))
+    begin = "-e d2 -x 12 -b 2 -t 8 -v 2 -s 0 -o run --patience 3".split()
+    printed = run_here(train_gpt2, *begin, *flags).stdout
+    assert complete_checkpoints("run") == kept
+    assert printed.endswith("; the model is in run, the best one of step 2\n")
+
+
+def test_which_checkpoint_of_a_run_is_taken(workplace, run_here, monkeypatch):
+    """By default the best, which is said; a run without --patience has no best one."""
+    monkeypatch.setattr(llmc.loop, "validate", lambda *_, losses=iter(LOSSES): next(losses))
+    run_here(train_gpt2, *"-x 8 -b 2 -t 8 -v 2 -s 0 -o run -l 0.01 -n 6 --patience 3".split())
+    texts = {}
+    note = "note: run: this is the best checkpoint, of step 2, validation loss 4.0000; the last is"
+    for flags, path in (((), "run"), (("--checkpoint", "best"), "run/model_00000002.bin"),
+                        (("--checkpoint", 6), "run/model_00000006.bin"),
+                        (("--checkpoint", "last"), "run/model_00000008.bin")):
+        done = run_here(generate, "run", *flags, "--tokens", 20, "--device", "cpu", "--json")
+        assert (f"{note} run/model_00000008.bin" in done.stderr) == (not flags)
+        file = run_here(generate, path, "--tokens", 20, "--device", "cpu", "--json")
+        assert done.stdout == file.stdout
+        texts[path] = done.stdout
+        of_run, of_file = (json.loads(run_here(evaluate, *words, *DATA, "--json").stdout)
+                           for words in (("run", *flags), (path,)))
+        assert of_run | {"model": path} == of_file
+    assert len(set(texts.values())) == 3 and texts["run"] == texts["run/model_00000002.bin"]
+    expected = load("run/model_00000006.bin").loss("abc")
+    assert load("run", checkpoint=6).loss("abc") == expected != load("run").loss("abc")
+    wrong = ("run", "--checkpoint", 5), ("run/model_00000002.bin", "--checkpoint", "last")
+    expected = "no checkpoint 5: expected last, one of the steps 2, 6, 8", "is a file, not the"
+    for flags, words in zip(wrong, expected):
+        run_here(generate, *flags, fails=[words])
+    run_here(train_gpt2, *"-x 9 -b 2 -t 8 -v 0 -s 0 -o run -y 1".split())
+    assert not run_here(generate, "run", "--tokens", 2, "--device", "cpu").stderr
+    run_here(generate, "run", "--checkpoint", "best", fails=["no checkpoint best: expected last"])
 
 
 def test_the_memory_plan_is_what_the_model_allocates():
