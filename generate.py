@@ -191,10 +191,12 @@ def write(ids, tokenizer, stops):
     """Print ids as text, one at a time, without the tokens `stops`."""
     writer = Writer(tokenizer)
     writer.left_out = b" " * getattr(tokenizer, "drops_space", False)
-    for id in ids:
-        if id not in stops:
-            writer.write(id)
-    writer.end()
+    try:
+        for id in ids:
+            if id not in stops:
+                writer.write(id)
+    finally:  # after Ctrl-C, too
+        writer.end()
 
 
 def run_prompt(decoder, prompt, tokenizer, args, randoms, V, chat=None):

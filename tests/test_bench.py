@@ -78,6 +78,20 @@ def test_a_sweep_s_runs_table_and_picture(workplace, run_here, monkeypatch):
         assert_one_line_error(run_here(sweep, *SWEEP, *flags, check=False), words)
 
 
+@pytest.mark.parametrize("along, values, scale", (
+    ("learning_rate", (6e-4, 1e-3), "log"), ("learning_rate", (0.0, 1e-3), "linear"),
+    ("weight_decay", (0.01, 0.1), "log"), ("weight_decay", (0.1, 0.2), "linear"),
+    ("B", (1, 64), "linear")))
+def test_a_sweep_s_axis(monkeypatch, along, values, scale):
+    """Learning rates are compared by their ratio, however few they are."""
+    axes = []
+    monkeypatch.setattr(sweep, "picture", lambda _: contextlib.nullcontext(axes[0]))
+    axes.append(pytest.importorskip("matplotlib.figure").Figure().subplots())
+    rows = [{along: value, "state": "finished", "val_loss": 1.0} for value in values]
+    sweep.draw([along], rows, "val_loss", "")
+    assert axes[0].get_xscale() == scale
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # check_gpu.py, profile_gpu.py
 
