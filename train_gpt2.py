@@ -112,6 +112,8 @@ def parameter_table(config, dtype="float32"):
 SIZES = {  # model name -> layers L, heads NH, channels C; d12 and larger are GPT-2's sizes
     "d2": (2, 2, 128), "d4": (4, 4, 256), "d6": (6, 6, 384), "d12": (12, 12, 768), "d24": (24, 16, 1024),
     "d36": (36, 20, 1280), "d48": (48, 25, 1600),
+    "c1536": (24, 16, 1536), "c2048": (24, 16, 2048), "c2560": (32, 32, 2560),  # GPT-3's
+    "c4096": (32, 32, 4096),
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy
 import dataclasses
 import functools
 import math
+from typing import ClassVar
 
 import numpy as np
 
@@ -316,9 +317,13 @@ class MuonSettings:
     beta2: float = with_default(Settings, "beta2", 0.95)
     eps: float = with_default(Settings, "eps", 1e-15)
 
+    LLMC: ClassVar = {}  # llm.c has no such model
+    SHORT_RUN: ClassVar = 0  # Muon needs no warm-up
+
     @classmethod
-    def from_scratch(cls, depth, given):
-        return {**super().from_scratch(depth, given), "learning_rate": cls.learning_rate, "warmup_steps": 0}
+    def from_scratch(cls, depth):
+        own = {"learning_rate": cls.learning_rate, "warmup_steps": 0}
+        return {**super().from_scratch(depth), **own}
 
 
 @dataclasses.dataclass

@@ -71,7 +71,11 @@ class Loop(contextlib.AbstractContextManager):
             print_changed_settings(settings)
         self.settings = resolve(settings) if resolve else settings
         if self.settings.steps == 0:  # one epoch
-            self.settings.steps = max(1, self.train_loader.batches_per_epoch // self.settings.micro_steps)
+            updates = self.train_loader.batches_per_epoch // self.settings.micro_steps
+            if settings.is_llmc:  # which counts the ends of shards, too
+                tokens = sum(shard.size for shard in self.train_loader.shards)
+                updates = tokens // self.settings.update_tokens
+            self.settings.steps = max(1, updates)
         self.random, self.running, self.saver = Random(), None, None
         self.begin = self.saved = self.first_step or 0
         self.lowest, self.above = (math.inf, 0), 0  # (validation loss, its step); how many were above it since
@@ -178,7 +182,7 @@ class Loop(contextlib.AbstractContextManager):
         self.lowest, self.above = ((loss, step), 0) if loss <= self.lowest[0] else (self.lowest, self.above + 1)
         if self.above == 3 and not settings.patience:
             self.console.overfits(step, *self.lowest)
-        if self.examples:
+        if self.examples and step > 0:  # as llm.c
             self.console.wait_for("HellaSwag")
             correct = self.count_correct(self.model.losses, self.examples, settings.B, settings.T, starmap)
             self.console.hellaswag(step, correct, len(self.examples))

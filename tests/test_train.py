@@ -37,7 +37,7 @@ from conftest import (ROOT, SMALL, assert_one_line_error, draw_slowly, make_mode
                       remove_after, trainer_of)
 from llmc.api import load
 from llmc.checkpoint import write_model
-from llmc.dataloader import DataLoader, write_tokens
+from llmc.dataloader import DataLoader, open_data, write_tokens
 from llmc.errors import UserError
 from llmc.outliers import LOSS, RECENT, WINDOW, notes_on, read_recent, z_score
 from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint
@@ -127,13 +127,14 @@ def test_fewer_lines_and_verbose_ones(workplace, train, run_here):
     run_here(plot_log, log, fails=("run.log:12", "hello"))
 
 
-@pytest.mark.parametrize("flags, steps, warmup", (((), 70, 7), (("-u", 9), 70, 9), (("-x", 3), 3, 0)))
+@pytest.mark.parametrize("flags, steps, warmup", (
+    ((), 70, 35), (("-u", 9), 70, 9), (("-x", 3), 3, 1)))
 def test_a_small_text_is_not_learnt_by_heart(workplace, run_here, monkeypatch, flags, steps, warmup):
     """Of random weights: ten epochs of seven batches, unless -x says more. The first step ends the run."""
     monkeypatch.setattr(train_gpt2, "train_step", Mock(side_effect=UserError("enough")))
     done = run_here(train_gpt2, "-e", "d2", "-b", 7, "-t", 80, "-s", 0, "-v", 0, *flags, fails=["enough"])
     assert f"\nrun       {steps} steps of 560 tokens" in done.stdout
-    assert f"warmup_steps={warmup} " in done.stdout or not warmup
+    assert f" warmup_steps={warmup}" in done.stdout
 
 
 DATA = "--data", "data/tiny_shakespeare", "--device", "cpu"
@@ -521,6 +522,110 @@ def test_a_damaged_batch_changes_no_weight(workplace, train, run_here, flag, wha
     run_here(train_gpt2, *FAST, "-x", 143, "-o", "whole", "-y", 1, fails=["DONE_00000142: cannot be read; remove "])
 
 
+@pytest.mark.parametrize("flags, updates, warmup, rate", (
+    ("-x 1000", 900, 100, 0.0036), ("-x 200", 900, 100, 0.0036), ("-x 100", 900, 50, 0.0018),
+    ("-x 60", 900, 30, 0.00108), ("-x 10", 900, 5, 0.0009), ("", 6, 30, 0.00108),
+    ("-x 0", 60, 30, 0.00108), ("-x 60 -l 0.01 -u 3", 900, 3, 0.01),
+    ("-x 60 -e m.bin", 900, 0, 1e-4)))
+def test_a_short_run_warms_up_slowly(flags, updates, warmup, rate):
+    """-x 1000 is as ever; what is given stays; a model file has no warm-up."""
+    settings = parse_settings(Settings, "", ["-e", "d2", *flags.split()])
+    settings.fit_to_text(updates)
+    assert settings.warmup_steps == warmup
+    assert settings.learning_rate == pytest.approx(rate)
+    muon = parse_settings(Speedrun.Settings, "", ["-e", "s2", "-x", "60"])
+    muon.fit_to_text(updates)
+    assert (muon.warmup_steps, muon.learning_rate) == (0, 0.025)
+
+
+def test_the_loss_of_a_short_run_falls(workplace):
+    """With a rate that rose to 0.0036 in six steps, it jumped up by 2.1 within 20."""
+    letters = np.frombuffer((ROOT / "README.md").read_bytes(), np.uint8)
+    for split in ("train", "val"):
+        write_tokens(f"text_{split}.bin", [letters], len(letters))
+    settings = parse_settings(Settings, "", "-e d2 -i text -x 60 --seed 2".split())
+    loader, _ = open_data(settings, 256, 0, 1)
+    settings.fit_to_text(loader.batches_per_epoch)
+    model = GPT2(*train_gpt2.random_model("d2", 256, 2, settings.T))
+    model.allocate_activations(settings.B, settings.T)
+    model.allocate_training(settings.B, settings.T)
+    losses = [train_gpt2.train_step(model, loader, settings, step).loss for step in range(20)]
+    assert max(np.diff(losses)) < 0.3 and losses[-1] < 4.4
+
+
+def notes_of(capsys, settings_class, line):
+    """(settings, notes) of a command line."""
+    settings = parse_settings(settings_class, "", line.split())
+    return settings, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line, notes", (
+    ("-pn 16 -pr 0 -pg 8 -ps 10.0.0.1 -pi tcp -lg 10", (
+        "note: -pn 16, -pg 8, -ps 10.0.0.1, -pi tcp: torchrun", "note: -lg 10: nvidia-smi")),
+    ("-pf /shared -pi fs", ("note: -pf /shared, -pi fs: torchrun",)),
+    ("--write_tensors 0", ("note: --write_tensors 0: export_weights.py",)),
+    ("--device cpu", ("note: --device cpu: train_gpt2.py is for CPUs",)),
+    ("-n 5", ("note: -n 5: no checkpoints, as there is no -o",)),
+    ("-n 5 -o run.log", ("note: -n 5: no checkpoints, as -o run.log is a log file",)),
+    ("-n 5 -o run", ()), ("-pr 0 --inference_only 0", ())))
+def test_llm_c_s_flags_that_do_nothing_here(capsys, line, notes):
+    _, printed = notes_of(capsys, Settings, line)
+    for note in notes:
+        assert note in printed
+    own = [line for line in printed.splitlines() if "with llm.c's" not in line]
+    assert len(own) == len(notes)
+
+
+@pytest.mark.parametrize("line, words", (
+    ("--inference_only 1 --write_tensors 0", "export_weights.py --write_tensors 0 --inference_"),
+    ("-pm mpi", "-pm"), ("-e gpt3:c999", "expected one of d2, d4"), ("-y 1", "-y needs a dir")))
+def test_llm_c_s_flags_that_are_refused(workplace, run_here, line, words):
+    done = run_here(train_gpt2, *line.split(), check=False)
+    assert done.returncode in (1, 2) and words in done.stderr and "Traceback" not in done.stderr
+
+
+THEIR_LINE = "-v 250 -s 20000 -g 144 -b 64 -t 1024 -d 524288 -c 0.1 -l 0.0006 -q 0.0 -u 700 -e d12 "
+
+
+@pytest.mark.parametrize("settings_class", (Settings, train_gpt2_cuda.CudaSettings))
+@pytest.mark.parametrize("more", ("-h 1", "-r 0", "-z 1", "-lg 1", "-pn 1", "-x -1", "-e gpt2:d12"))
+def test_a_flag_that_only_llm_c_has_brings_its_defaults(capsys, settings_class, more):
+    """Those of its train_gpt2.cu; without one, or on a page whose model it lacks, ours stay."""
+    settings, notes = notes_of(capsys, settings_class, THEIR_LINE + more)
+    assert (settings.steps, settings.val_batches) == (0, 20)
+    assert (settings.shuffle, settings.spread, settings.decay) == (1, 0, "matrices")
+    assert (settings.warmup_steps, settings.schedule, settings.beta2) == (700, "cosine", 0.95)
+    assert notes.count(f"note: with llm.c's {more.split()[0]}, what is not given is as in") == 1
+    settings.fit_to_text(3)
+    assert settings.steps == 0 and settings.is_llmc
+    for other in (settings_class, Speedrun.Settings):
+        model = "s2" if other is Speedrun.Settings else "d12"
+        ours, _ = notes_of(capsys, other, f"-e {model}" + " -h 1" * (other is Speedrun.Settings))
+        assert ours.steps == 1000 and ours.spread == 1 and not ours.is_llmc
+
+
+def test_llm_c_s_epoch_has_the_ends_of_all_shards(workplace, run_here):
+    """As its number of updates: run_gpt2_124M.sh waits for the file DONE of that step."""
+    for shard in range(3):
+        write_tokens(f"s_{shard}.bin", [np.arange(127, dtype=np.int32) % 257], 127)
+    flags = (*"-i s_*.bin -j s_0.bin -e d2 -b 2 -t 16 -d 64 -v 0 -s 0 -o".split(), "run")
+    run_here(train_gpt2, *flags, "-z", 1)
+    assert complete_checkpoints("run") == [3 * 127 // 64]
+    run_here(train_gpt2, *flags[:-1], "ours", "-x", 0)
+    assert complete_checkpoints("ours") == [3 * (126 // 32) // 2]
+
+
+@pytest.mark.parametrize("name, L, NH, C", (
+    ("c384", 6, 6, 384), ("c768", 12, 12, 768), ("c1024", 24, 16, 1024), ("c1536", 24, 16, 1536),
+    ("c2048", 24, 16, 2048), ("c2560", 32, 32, 2560), ("c4096", 32, 32, 4096)))
+def test_gpt3_s_models(capsys, name, L, NH, C):
+    """As in llm.c's gpt3_set_hyperparameters."""
+    settings, _ = notes_of(capsys, Settings, f"-e gpt3:{name}")
+    assert train_gpt2.SIZES[settings.model] == (L, NH, C) and settings.learning_rate == 3e-4
+    ours, _ = notes_of(capsys, Settings, f"-e {settings.model}")
+    assert ours.learning_rate == 0.0072 / L
+
+
 def test_schedules():
     def rates(**settings):
         settings = Settings(learning_rate=1.0, steps=10, **settings)
@@ -545,7 +650,7 @@ def test_defaults(here):
     assert (s.T, s.beta1, s.beta2, s.eps, s.weight_decay) == (64, 0.9, 0.999, 1e-8, 0.0)
     names = "B", "steps", "shuffle", "spread", "learning_rate", "warmup_steps", "schedule", "grad_clip"
     llmc, defaults = (4, 41, -1, 0, 1e-4, 0, "constant", 0.0), (16, 1000, 1, 1, 0.0018, 100, "cosine", 1.0)
-    given = 16, 50, 1, 0, 1e-4, 5, "cosine", 0.0
+    given = 16, 50, 1, 0, 1e-4, 100, "cosine", 0.0
     for flags, expected in (("-e gpt2_124M.bin", llmc), ("-e d4", defaults),
                             ("-e d4 -x 50 --spread 0 -l 1e-4 --grad_clip 0", given)):
         settings = parse_settings(Settings, "", flags.split())
