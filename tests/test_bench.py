@@ -4,6 +4,7 @@ on a fake one: what it makes of the launches of a step."""
 import contextlib
 import csv
 import re
+import subprocess
 import sys
 import unittest.mock
 from pathlib import Path
@@ -76,6 +77,16 @@ def test_a_sweep_s_runs_table_and_picture(workplace, run_here, monkeypatch):
                          (("-o", "s,t"), "one value"),
                          (("-x", 9, "--seed", "1,2", "-l", "1e-3,1e38"), "s/l=0.001_seed=1: a run with other flags")):
         assert_one_line_error(run_here(sweep, *SWEEP, *flags, check=False), words)
+
+
+def test_llm_c_s_make_targets_say_what_to_run():
+    """In a line each, with a program that is there."""
+    targets = [f"{name}{of}" for name in ("train_gpt2", "test_gpt2") for of in ("", "cu", "fp32cu")]
+    lines = subprocess.check_output(["make", "-s", *targets], cwd=ROOT, text=True).splitlines()
+    for target, line in zip(targets, lines, strict=True):
+        program, *_ = line.removeprefix("nothing to compile: python ").split()
+        expected = re.sub(r"(fp32)?cu$", "_cuda" if target.startswith("train") else "", target)
+        assert program == f"{expected}.py" and (ROOT / program).exists()
 
 
 @pytest.mark.parametrize("along, values, scale", (
