@@ -199,7 +199,9 @@ def from_llmc(argv, known):
     """Return (a command line with llm.c's flags as ours, the flags that only llm.c has), and print
     notes on what has no counterpart here. known: the page's own flags. (-h without a number asks
     for help, as everywhere.)"""
-    words, rest, theirs, notes = [], list(argv), [], {}
+    words, theirs = [], []
+    notes = {}  # reason -> flags
+    rest = list(argv)
     while rest:
         flag = given = rest.pop(0)
         value = rest[0] if rest else ""
