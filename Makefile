@@ -96,6 +96,25 @@ sanitize: $(ENVIRONMENT)
 clean:
 	rm -f data/pyprose_train.bin data/pyprose_val.bin data/pyprose_tokenizer.bin
 
+# llm.c's targets, of which nothing has to be compiled here
+train_gpt2:
+	@echo "nothing to compile: python train_gpt2.py"
+
+test_gpt2:
+	@echo "nothing to compile: python test_gpt2.py"
+
+train_gpt2cu:
+	@echo "nothing to compile: python train_gpt2_cuda.py"
+
+train_gpt2fp32cu:
+	@echo "nothing to compile: python train_gpt2_cuda.py --dtype float32"
+
+test_gpt2cu:
+	@echo "nothing to compile: python test_gpt2.py --backend cuda-bf16"
+
+test_gpt2fp32cu:
+	@echo "nothing to compile: python test_gpt2.py --backend cuda"
+
 data/pyprose_train.bin: prepro/pystdlib.py prepro/common.py | $(ENVIRONMENT)
 	$(PYTHON) prepro/pystdlib.py --prose
 
@@ -112,4 +131,5 @@ endif
 	.venv/bin/python -m pip install -q --progress-bar on $(or $(REQUIREMENTS:%=-r %),numpy -c requirements.txt)
 	@touch $@
 
-.PHONY: help train look test test-gpu test-124M bench check profile sanitize clean
+.PHONY: help train look test test-gpu test-124M bench check profile sanitize clean \
+    train_gpt2 test_gpt2 train_gpt2cu train_gpt2fp32cu test_gpt2cu test_gpt2fp32cu
