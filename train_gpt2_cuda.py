@@ -1,24 +1,26 @@
 """
 GPT-2 training on a GPU: the loop of train_gpt2.py, with CUDA kernels of our own for the layers.
 
-What it is: the same chapters in the same order, over the same tables of parameters, files, data loader and checkpoints.
-CuPy holds the memory and launches; kernels/*.cu do the work, one file a layer, compiled at the first start for the GPU
-and the model at hand; matmuls are our own or cuBLASLt's, by a rule. What it needs: an NVIDIA driver and pip packages,
-no CUDA toolkit.
+Chapters, tables of parameters, files, data loader and checkpoints are train_gpt2.py's. CuPy holds the
+memory and launches; kernels/*.cu do the work, one file a layer, compiled at the first start for the
+GPU and the model at hand; matmuls are our own or cuBLASLt's, by a rule. It needs an NVIDIA driver and
+pip packages, no CUDA toolkit.
 
     python prepro_tinyshakespeare.py
     python export_weights.py
-    python train_gpt2_cuda.py                 # B=4, T=1024, one epoch, in bfloat16 where the GPU has it
-    python train_gpt2_cuda.py --gpus 4        # four processes, a GPU each; or start them with torchrun, mpirun or srun
+    python train_gpt2_cuda.py             # B=4, T=1024, one epoch, in bfloat16 where the GPU has it
+    python train_gpt2_cuda.py --gpus 4    # a process for each GPU; torchrun, mpirun, srun work, too
 
-A step is one CUDA graph, from the copy of the batch out of pinned memory to AdamW; Trainer.begin_step launches it. The
-host prints a step's loss during the next one. Results are bit-identical from run to run, across a resume, and on 1, 2,
-4, 8 or 16 GPUs (llmc/gpu/several/zero.py): every sum has a fixed order, and no floats are added by atomic operations.
+A step is one CUDA graph, from the copy of the batch out of pinned memory to AdamW. The host prints a
+step's loss while the next one runs. Results are bit-identical from run to run, across a resume, and on
+1, 2 and 4 GPUs (by construction also on 8 and 16, where it has not been run): every sum has a fixed
+order, and no floats are added by atomic operations.
 
-On this page: settings, tables, launches, the optimizer, text, the model, main. Trainer.prepare captures the step, but
-with --graph 0. llmc/gpu/trainer.py has what surrounds it: buffers, batches, reports, copies of the state; llmc/loop.py
-what happens between steps. 8-bit matmuls (llmc/gpu/fp8.py) and several GPUs (llmc/gpu/several/) are mixins; Llama 3 and
-the speed run (QK-norm, squared ReLU, Muon) are subclasses: train_llama3_cuda.py, train_speedrun_cuda.py.
+This page has settings, tables of tensors, launches, the optimizer, the model and main. What surrounds
+a step (buffers, batches, reports) is in llmc/gpu/trainer.py, what happens between steps in
+llmc/loop.py, text in llmc/gpu/decoder.py, 8-bit matmuls in llmc/gpu/fp8.py, messages between GPUs in
+llmc/gpu/several/. Llama 3 and the speed run (QK-norm, squared ReLU, Muon) are subclasses:
+train_llama3_cuda.py, train_speedrun_cuda.py.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
@@ -28,7 +30,7 @@ import functools
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
@@ -36,7 +38,6 @@ import train_gpt2
 from llmc.errors import UserError, run_main
 from llmc.files import locked
 from llmc.gpu.batch import sorted_tokens
-from llmc.gpu.decoder import decode_matmul, launch_decode
 from llmc.gpu.device import copy_to_gpu, cp, describe_gpu, open_gpu, pointer
 from llmc.gpu.geometry import (ATTENTION_ROWS, BLOCK_THREADS, ENCODER_PIECE, MATMUL_ROWS, ROW_GROUPS, WARP, blocks,
                                hopper_matmul, pack)
@@ -51,7 +52,7 @@ from llmc.outliers import RECENT
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, option, with_default
 from llmc.tensors import Row, layer, table_bytes, views
-from train_gpt2 import SIZES, cache_table, parameter_table, random_model
+from train_gpt2 import SIZES, parameter_table, random_model
 
 # ----------------------------------------------------------------------------------------------------------------------
 # settings: those of train_gpt2.py, some with other defaults, and what only a GPU has
@@ -483,105 +484,6 @@ class AdamW:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# text: what llmc/gpu/decoder.py's Decoder asks of GPT-2, beside its parameters and the table of its KV cache; launches
-# of kernels/decode/, in the order of step.cuh
-
-
-def decode_table(config, N, dtype):
-    """name -> Row of what a pass over N rows, B*T, needs beside the cache."""
-    C = config.C
-    return {
-        "residual": Row((2, N, C)),  # ping-pong buffers: one is made from the other and `branches`
-        "branches": Row((4, N, C)),  # of attproj, fcproj: the part of its sum for each C of the inner dimension
-        "zeros": Row((C,), dtype),  # in place of a bias
-        "normed": Row((N, C), dtype),
-        "query": Row((N, C), dtype),
-        "atty": Row((N, C), dtype),
-        "fch_gelu": Row((N, 4 * C), dtype),
-    }
-
-
-class Normed(NamedTuple):
-    """A matmul's input: the layernorm of the new residual stream, inp + branch_bias + parts of branches (.,N,C).
-    Kernels take the fields as arguments, in this order."""
-
-    residual: object
-    inp: object
-    branches: object
-    branch_bias: object
-    normed: object  # made by decode_layernorm; None: the matmul does it
-    weight: object
-    bias: object
-
-
-def decode_embed(device, residual, branches, tokens, wte, wpe, weight, control, B, T):
-    """residual (B,T,C) = wte[tokens] + wpe or, with a weight (C,), its RMSNorm; branches (fcproj's parts,B,T,C) = 0.
-    tokens (B,T) int32; the first position is control's, here and below."""
-    launch_decode(device, "decode_embed", (B * T,), residual, branches, tokens, wte, wpe, weight, control, T)
-
-
-def decode_layernorm(device, x, parts, N):
-    """x.residual (N,C) = x.inp (N,C) + x.branch_bias (C,) + x.branches (parts,N,C); x.normed (N,C) = its layernorm.
-    Returns the Normed for the next matmul, which does all this itself where N is small."""
-    if N <= device.geometry.DECODE_FEW:
-        return x._replace(normed=None)
-    launch_decode(device, "decode_layernorm", (N,), x.normed, x.residual, x.inp, x.branches, x.branch_bias, x.weight,
-                  x.bias, parts)
-    return x
-
-
-def decode_qkv(device, query, keys, values, x, weight, bias, rope, control, B, T, OC):
-    """query (B,T,Q) = and, in keys and values (B,NKV,maxT,HS), their positions =: x @ weight (OC,C)^T + bias, rotated
-    by rope (maxT,HS/2,2), if there is one."""
-    decode_matmul(device, "decode_qkv", (query, keys, values, *x, weight, bias, rope, control, keys.shape[2], T), B * T,
-                  OC, normalizes=x.normed is None)
-
-
-def decode_attention(device, atty, parts, arrived, query, keys, values, control, B, T, NH):
-    """atty (B,T,Q) = attention of query (B,T,Q) to all positions so far. arrived: 0 before and after."""
-    splits = min(parts.shape[2], blocks(2 * device.sm_count, B * T * NH))
-    launch_decode(device, "decode_attention", (NH, splits, B * T), atty, parts, arrived, query, keys, values, control,
-                  keys.shape[2], T)
-
-
-def decode_project(device, branches, inp, weight, parts, width, N, C, IC):
-    """branches (parts,N,C) = inp (N,IC) @ weight (C,IC)^T, the sum over each `width` of IC apart."""
-    decode_matmul(device, "decode_project", (branches, inp, weight, IC, width), N, C, parts=parts)
-
-
-def decode_fc(device, act, x, weight, bias, N, OC):
-    """act (N,F) = GELU(x @ weight (OC,C)^T + bias), or the model's other activation function."""
-    decode_matmul(device, "decode_fc", (act, *x, weight, bias), N, OC, normalizes=x.normed is None)
-
-
-def decode_layers(decoder, B, T):
-    """decoder.acts.tokens (B, T), at the next T positions -> the classifier's input, a Normed, its weight and bias."""
-    device, params, acts, N = decoder.device, decoder.params, decoder.acts, B * T
-    C, NH = decoder.config.C, decoder.config.NH
-    inp, residual = acts.residual
-
-    def normed(weight, bias, branch_bias, parts):
-        nonlocal inp, residual
-        x = Normed(residual, inp, acts.branches, branch_bias, acts.normed, weight, bias)
-        inp, residual = residual, inp
-        return decode_layernorm(device, x, parts, N)
-
-    decode_embed(device, inp, acts.branches, acts.tokens, params.wte, params.wpe, None, acts.control, B, T)
-    fcprojb_below = acts.zeros
-    for p, cache in decoder.layers:
-        x = normed(p.ln1w, p.ln1b, fcprojb_below, 4)
-        decode_qkv(device, acts.query, cache.keys, cache.values, x, p.qkvw, p.qkvb, None, acts.control, B, T, 3 * C)
-        decode_attention(device, acts.atty, acts.parts, acts.arrived, acts.query, cache.keys, cache.values,
-                         acts.control, B, T, NH)
-        decode_project(device, acts.branches, acts.atty, p.attprojw, 1, C, N, C, C)
-        x = normed(p.ln2w, p.ln2b, p.attprojb, 1)
-        decode_fc(device, acts.fch_gelu, x, p.fcw, p.fcb, N, 4 * C)
-        decode_project(device, acts.branches, acts.fch_gelu, p.fcprojw, 4, C, N, C, 4 * C)
-        fcprojb_below = p.fcprojb
-    return normed(params.lnfw, params.lnfb, fcprojb_below, 4), params.wte, None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # model
 
 
@@ -596,9 +498,11 @@ class GPT2:
     CONSTANTS = {}  # for the compiler, beside a model's sizes
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
     activation_table, phase_tables = staticmethod(activation_table), staticmethod(phase_tables)
-    cache_table, decode_table = staticmethod(cache_table), staticmethod(decode_table)
-    decode_layers, resolve_auto = staticmethod(decode_layers), staticmethod(resolve_auto)
-    decode_constants = staticmethod(lambda config, T: {})
+    resolve_auto = staticmethod(resolve_auto)
+
+    @staticmethod
+    def rope(config, T):
+        """The angles that rotate queries and keys at T positions, (T,HS/2,2) float32: None, there are none."""
 
     @classmethod
     def tables(cls, config, settings, B, T, sm_count, geometry):
@@ -623,13 +527,14 @@ class GPT2:
         self.shapes = {}
 
     def head_of(self, tensors):
-        """The classifier's weight, or its gradient: it is tied to the embedding."""
-        return tensors.wte
+        """The classifier's weight, or its gradient: of its own, or tied to the embedding."""
+        return getattr(tensors, "lm_head", tensors.wte)
 
     def linear(self, name, l=0):
         """Layer l's linear layer "qkv", "attproj", "fc" or "fcproj", or the classifier, "logits"."""
         if name == "logits":
-            weight, bias, dweight = self.head_of(self.params), None, self.grads and self.head_of(self.grads)
+            weight, bias = self.head_of(self.params), getattr(self.params, "lm_headb", None)
+            dweight = self.grads and self.head_of(self.grads)
         else:
             p, g = self.param_layers[l], self.grad_layers and self.grad_layers[l]
             weight, bias, dweight = getattr(p, f"{name}w"), getattr(p, f"{name}b", None), g and getattr(g, f"{name}w")
@@ -644,8 +549,8 @@ class GPT2:
         tables = self.tables(self.config, self.settings, B, T, self.device.sm_count, self.device.geometry)
         for what, group in tables.items():
             phases |= {phase: views(table, self.buffers[what], ALIGN) for phase, table in group.items()}
-        constants = self.decode_constants(self.config, max(T, self.settings.T))  # a shorter text's are the first rows
-        acts = SimpleNamespace(B=B, T=T, **{name: self.device.upload(array) for name, array in constants.items()})
+        angles = self.rope(self.config, max(T, self.settings.T))  # a shorter text's are the first rows
+        acts = SimpleNamespace(B=B, T=T, rope=None if angles is None else self.device.upload(angles))
         for tensors in phases.values():
             vars(acts).update({name: getattr(tensors, name) for name in tensors.table})
         acts.layers, acts.backward_layers = [], []

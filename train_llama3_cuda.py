@@ -23,8 +23,7 @@ from llmc.errors import run_main
 from llmc.gpu.geometry import BLOCK_THREADS, blocks, pack
 from llmc.settings import with_default
 from llmc.tensors import Row
-from train_gpt2_cuda import (GPT2, CudaSettings, Normed, attention_backward, attention_forward, column_sums,
-                             decode_attention, decode_embed, decode_fc, decode_layernorm, decode_project, decode_qkv,
+from train_gpt2_cuda import (GPT2, CudaSettings, attention_backward, attention_forward, column_sums,
                              encoder_backward, encoder_forward, launch_norm, main, partial_rows)
 from train_llama3 import SIZES, LlamaSettings, parameter_table, random_model, rope_table
 
@@ -166,55 +165,6 @@ def swiglu_backward(device, dinp, out, inp, dout, N, F):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# text: what llmc/gpu/decoder.py's Decoder asks of Llama 3, beside its parameters and the table of its KV cache; the
-# launches are GPT-2's
-
-
-def decode_table(config, N, dtype):
-    """name -> Row of what a pass over N rows, B*T, needs beside the cache."""
-    C, Q, F = config.C, config.Q, config.F
-    return {
-        "residual": Row((2, N, C)),  # ping-pong buffers: one is made from the other and `branches`
-        "branches": Row((blocks(max(Q, F), C), N, C)),  # of attproj, fcproj: the parts of their sums
-        "normed": Row((N, C), dtype),
-        "query": Row((N, Q), dtype),  # rotated
-        "atty": Row((N, Q), dtype),
-        "fch_swiglu": Row((N, F), dtype),
-    }
-
-
-def decode_constants(config, T):
-    """name -> array that a pass needs on the GPU."""
-    return {"rope": np.stack(rope_table(config, T), axis=-1)}  # (T,HS/2,2)
-
-
-def decode_layers(decoder, B, T):
-    """decoder.acts.tokens (B, T), at the next T positions -> the classifier's input, a Normed, its weight and bias."""
-    device, params, acts, config, N = decoder.device, decoder.params, decoder.acts, decoder.config, B * T
-    C, Q, F, g = config.C, config.Q, config.F, device.geometry
-    inp, residual = acts.residual
-
-    def normed(weight, parts):
-        nonlocal inp, residual
-        x = Normed(residual, inp, acts.branches, None, acts.normed, weight, None)
-        inp, residual = residual, inp
-        return decode_layernorm(device, x, parts, N)
-
-    decode_embed(device, inp, acts.branches, acts.tokens, params.wte, None, None, acts.control, B, T)
-    for p, cache in decoder.layers:
-        x = normed(p.ln1w, g.DECODE_FC_PARTS)
-        decode_qkv(device, acts.query, cache.keys, cache.values, x, p.qkvw, None, decoder.constants.rope, acts.control,
-                   B, T, Q + 2 * config.K)
-        decode_attention(device, acts.atty, acts.parts, acts.arrived, acts.query, cache.keys, cache.values,
-                         acts.control, B, T, config.NH)
-        decode_project(device, acts.branches, acts.atty, p.attprojw, g.DECODE_ATT_PARTS, g.DECODE_ATT_WIDTH, N, C, Q)
-        x = normed(p.ln2w, g.DECODE_ATT_PARTS)
-        decode_fc(device, acts.fch_swiglu, x, p.fcw, None, N, 2 * F)
-        decode_project(device, acts.branches, acts.fch_swiglu, p.fcprojw, g.DECODE_FC_PARTS, g.DECODE_FC_WIDTH, N, C, F)
-    return normed(params.lnfw, g.DECODE_FC_PARTS), params.wte if config.tied else params.lm_head, None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # model
 
 
@@ -227,12 +177,11 @@ class Llama3(GPT2):
     READS, RECOMPUTED = READS, RECOMPUTED
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
     activation_table, phase_tables = staticmethod(activation_table), staticmethod(phase_tables)
-    decode_table, decode_layers = staticmethod(decode_table), staticmethod(decode_layers)
-    decode_constants = staticmethod(decode_constants)
 
-    def head_of(self, tensors):
-        """The classifier's weight, or its gradient."""
-        return tensors.wte if self.config.tied else tensors.lm_head
+    @staticmethod
+    def rope(config, T):
+        """The angles of T positions, (T,HS/2,2) float32: cosines and sines."""
+        return np.stack(rope_table(config, T), axis=-1)
 
     def trunk(self, acts, inputs):
         """Token ids (B, T) on the GPU -> acts.lnf (B, T, C), as GPT-2's."""

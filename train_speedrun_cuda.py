@@ -27,8 +27,7 @@ from llmc.gpu.geometry import BLOCK_THREADS, ROW_GROUPS, WARP, blocks, pack
 from llmc.gpu.shares import CHUNKS
 from llmc.settings import with_default
 from llmc.tensors import Row
-from train_gpt2_cuda import (GPT2, AdamW, CudaSettings, Normed, attention_backward, attention_forward, column_sums,
-                             decode_attention, decode_embed, decode_fc, decode_layernorm, decode_project, decode_qkv,
+from train_gpt2_cuda import (GPT2, AdamW, CudaSettings, attention_backward, attention_forward, column_sums,
                              encoder_backward, encoder_forward, loss_mean, main, matmul_gelu_backward_inp,
                              matmul_gelu_forward, partial_rows)
 from train_llama3_cuda import residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward
@@ -253,38 +252,6 @@ class Muon(AdamW):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# text: what llmc/gpu/decoder.py's Decoder asks of the speed run's model; tables and launches are GPT-2's
-
-
-def decode_layers(decoder, B, T):
-    """decoder.acts.tokens (B, T), at the next T positions -> the classifier's input, a Normed, its weight and bias."""
-    device, params, acts, N = decoder.device, decoder.params, decoder.acts, B * T
-    C, NH = decoder.config.C, decoder.config.NH
-    inp, residual = acts.residual
-
-    def normed(weight, branch_bias, parts):
-        nonlocal inp, residual
-        x = Normed(residual, inp, acts.branches, branch_bias, acts.normed, weight, None)
-        inp, residual = residual, inp
-        return decode_layernorm(device, x, parts, N)
-
-    decode_embed(device, inp, acts.branches, acts.tokens, params.wte, None, params.ln0w, acts.control, B, T)
-    fcprojb_below = acts.zeros
-    for p, cache in decoder.layers:
-        x = normed(p.ln1w, fcprojb_below, 4)
-        decode_qkv(device, acts.query, cache.keys, cache.values, x, p.qkvw, p.qkvb, decoder.constants.rope,
-                   acts.control, B, T, 3 * C)
-        decode_attention(device, acts.atty, acts.parts, acts.arrived, acts.query, cache.keys, cache.values,
-                         acts.control, B, T, NH)  # normalizes queries and keys as it reads them
-        decode_project(device, acts.branches, acts.atty, p.attprojw, 1, C, N, C, C)
-        x = normed(p.ln2w, p.attprojb, 1)
-        decode_fc(device, acts.fch_gelu, x, p.fcw, p.fcb, N, 4 * C)
-        decode_project(device, acts.branches, acts.fch_gelu, p.fcprojw, 4, C, N, C, 4 * C)
-        fcprojb_below = p.fcprojb
-    return normed(params.lnfw, fcprojb_below, 4), params.lm_head, params.lm_headb
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # model
 
 
@@ -298,15 +265,12 @@ class Speedrun(GPT2):
                  "MODEL_HALF_ROPE": 1}
     READS, RECOMPUTED, Optimizer, Settings = READS, RECOMPUTED, Muon, SpeedrunCudaSettings
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
-    activation_table, phase_tables, decode_layers = map(staticmethod, (activation_table, phase_tables, decode_layers))
-    decode_constants = staticmethod(lambda config, T: {"rope": np.stack(rope_table(config, T), axis=-1)})  # (T,HS/2,2)
+    activation_table, phase_tables = staticmethod(activation_table), staticmethod(phase_tables)
 
-    def linear(self, name, l=0):
-        linear = super().linear(name, l)
-        return linear._replace(bias=self.params.lm_headb) if name == "logits" else linear
-
-    def head_of(self, tensors):
-        return tensors.lm_head
+    @staticmethod
+    def rope(config, T):
+        """As Llama 3's, with the speed run's angles."""
+        return np.stack(rope_table(config, T), axis=-1)
 
     def trunk(self, acts, inputs):
         """Token ids (B, T) on the GPU -> acts.lnf (B, T, C), as GPT-2's."""

@@ -1,20 +1,12 @@
 """Text on a GPU: forward passes over T new positions of each of B sequences, with a KV cache, and sampling.
 
-It knows the cache and sampling, but no layer: an architecture is a class like GPT2 of train_gpt2_cuda.py, which has,
-beside parameter_table, KERNELS and CONSTANTS,
-
-    cache_table(config, B, T, dtype)    name -> Row of the KV cache, keys and values (L,B,NKV,T,HS)
-    decode_table(config, N, dtype)      name -> Row of what a pass over N rows needs beside it, see Decoder.tables
-    decode_layers(decoder, B, T)        launches all but the classifier: decoder.acts.tokens (B,T) -> the classifier's
-                                        input, its first arguments, as a tuple with `normed`, its weight (Vp,C) and its
-                                        bias (Vp,) or None
-    decode_constants(config, T)         name -> array, for T positions, which decoder.constants has on the GPU
-
-The page has the launches of its layers, too, which use decode_matmul and launch_decode.
+Of an architecture, a class like GPT2 of train_gpt2_cuda.py, it uses parameter_table, KERNELS, CONSTANTS and rope.
+decode_layers is one for all of them: a bias, position embedding or norm that the parameters lack is None to a kernel.
 """
 
 import math
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +18,10 @@ from llmc.gpu.matmul import ALIGN
 from llmc.gpu.precision import Precision, copy_weights, resolve_dtype
 from llmc.sampler import check_diverged
 from llmc.tensors import Row, allocate, layer, table_bytes, views
+
+# ----------------------------------------------------------------------------------------------------------------------
+# files and their geometry
+
 
 DECODE = {  # file -> its kernels
     "decode/layers": ("decode_embed", "decode_layernorm"),
@@ -91,15 +87,13 @@ def decode_shared(geometry, stages, N, normalizes):
     return stages * g.DECODE_ROWS * g.DECODE_ROW_BYTES + sums + normalizes * N * g.DECODE_ROW_BYTES
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# launches of kernels/decode/, in the order of step.cuh
+
+
 def launch_decode(device, name, grid, *arguments, shared=None):
     """Launch a kernel of kernels/decode/ that uses programmatic dependent launch."""
     device.launch(name, grid, (WARP * device.geometry.DECODE_WARPS,), *arguments, shared=shared, early=True)
-
-
-def decode_logits(device, logits, x, weight, bias, B, Vp):
-    """logits (B,Vp) = x @ weight (Vp,C)^T + bias, capped if the model does. x, weight, bias: what decode_layers has
-    returned."""
-    decode_matmul(device, "decode_logits", (logits, *x, weight, bias), B, Vp, normalizes=x.normed is None)
 
 
 def decode_matmul(device, name, arguments, N, OC, parts=1, normalizes=False):
@@ -108,12 +102,75 @@ def decode_matmul(device, name, arguments, N, OC, parts=1, normalizes=False):
     g = device.geometry
     shared = {stages: decode_shared(g, stages, N, normalizes) for stages in range(1, g.DECODE_STAGES + 1)}
     resident = {stages: min(g.DECODE_BLOCKS, g.DECODE_SHARED // size) for stages, size in shared.items()}
-    tiles, groups = OC // g.DECODE_ROWS, blocks(N, g.DECODE_X_ROWS)
+
+    tiles = OC // g.DECODE_ROWS
+    groups = blocks(N, g.DECODE_X_ROWS)
     grid = min(tiles, max(1, device.sm_count * resident[1] // (groups * parts)))
     if groups > 1:
         grid = blocks(tiles, blocks(tiles, grid))  # equally many tiles each: fewer blocks, which read x less often
+
     stages = max(n for n in shared if n == 1 or n <= blocks(tiles, grid) and resident[n] == resident[1])
     launch_decode(device, name, (groups, grid, parts), *arguments, N, stages, shared=shared[stages])
+
+
+class Normed(NamedTuple):
+    """A matmul's input: the norm of the new residual stream, inp + branch_bias + parts of branches (.,N,C). Kernels
+    take the fields as arguments, in this order."""
+
+    residual: object
+    inp: object
+    branches: object
+    branch_bias: object
+    normed: object  # made by decode_layernorm; None: the matmul does it
+    weight: object
+    bias: object
+
+
+def decode_embed(device, residual, branches, tokens, wte, wpe, weight, control, B, T):
+    """residual (B,T,C) = wte[tokens] + wpe or, with a weight (C,), its RMSNorm; branches (fcproj's parts,B,T,C) = 0.
+    tokens (B,T) int32; the first position is control's, here and below."""
+    launch_decode(device, "decode_embed", (B * T,), residual, branches, tokens, wte, wpe, weight, control, T)
+
+
+def decode_layernorm(device, x, parts, N):
+    """x.residual (N,C) = x.inp (N,C) + x.branch_bias (C,) + x.branches (parts,N,C); x.normed (N,C) = its norm.
+    Returns the Normed for the next matmul, which does all this itself where N is small."""
+    if N <= device.geometry.DECODE_FEW:
+        return x._replace(normed=None)
+    launch_decode(device, "decode_layernorm", (N,), x.normed, x.residual, x.inp, x.branches, x.branch_bias, x.weight,
+                  x.bias, parts)
+    return x
+
+
+def decode_qkv(device, query, keys, values, x, weight, bias, rope, control, B, T, OC):
+    """query (B,T,Q) = and, in keys and values (B,NKV,maxT,HS), their positions =: x @ weight (OC,C)^T + bias, rotated
+    by rope (maxT,HS/2,2), if there is one."""
+    arguments = query, keys, values, *x, weight, bias, rope, control, keys.shape[2], T
+    decode_matmul(device, "decode_qkv", arguments, B * T, OC, normalizes=x.normed is None)
+
+
+def decode_attention(device, atty, parts, arrived, query, keys, values, control, B, T, NH):
+    """atty (B,T,Q) = attention of query (B,T,Q) to all positions so far, QK-normed if the model does. arrived: 0 before
+    and after."""
+    splits = min(parts.shape[2], blocks(2 * device.sm_count, B * T * NH))
+    launch_decode(device, "decode_attention", (NH, splits, B * T), atty, parts, arrived, query, keys, values, control,
+                  keys.shape[2], T)
+
+
+def decode_project(device, branches, inp, weight, parts, width, N, C, IC):
+    """branches (parts,N,C) = inp (N,IC) @ weight (C,IC)^T, the sum over each `width` of IC apart."""
+    decode_matmul(device, "decode_project", (branches, inp, weight, IC, width), N, C, parts=parts)
+
+
+def decode_fc(device, act, x, weight, bias, N, OC):
+    """act (N,F) = the model's activation function of x @ weight (OC,C)^T + bias."""
+    decode_matmul(device, "decode_fc", (act, *x, weight, bias), N, OC, normalizes=x.normed is None)
+
+
+def decode_logits(device, logits, x, weight, bias, B, Vp):
+    """logits (B,Vp) = x @ weight (Vp,C)^T + bias, capped if the model does. x, weight, bias: what decode_layers has
+    returned."""
+    decode_matmul(device, "decode_logits", (logits, *x, weight, bias), B, Vp, normalizes=x.normed is None)
 
 
 def decode_sample(device, tokens, randoms, control, drawn, logprobs, logits, B):
@@ -121,6 +178,72 @@ def decode_sample(device, tokens, randoms, control, drawn, logprobs, logits, B):
     log-probabilities, to the host: the step's row of drawn and logprobs (ring,B). control: position and step += 1."""
     device.launch("decode_sample", (B,), (device.geometry.DECODE_SAMPLE_THREADS,), tokens, randoms, control,
                   pointer(drawn), pointer(logprobs), logits, len(drawn), early=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# a pass over all layers
+
+
+OPTIONAL = ("wpe", "ln0w", "ln1b", "qkvb", "attprojb", "ln2b", "fcb", "fcprojb", "lnfb", "lm_head", "lm_headb")
+
+
+def with_optional(tensors):
+    """Parameters by name; those of OPTIONAL that the architecture lacks are None."""
+    return SimpleNamespace(**dict.fromkeys(OPTIONAL) | vars(tensors))
+
+
+def decode_table(architecture, config, N, dtype):
+    """name -> Row of what a pass over N rows, B*T, needs beside the cache."""
+    C, Q, F = config.C, config.NH * config.HS, config.F
+    table = {
+        "residual": Row((2, N, C)),  # ping-pong buffers: one is made from the other and `branches`
+        "branches": Row((blocks(max(Q, F), C), N, C)),  # of attproj, fcproj: the parts of their sums
+        "normed": Row((N, C), dtype),
+        "query": Row((N, Q), dtype),  # rotated
+        "atty": Row((N, Q), dtype),
+        "fch_act": Row((N, F), dtype),  # after the activation function
+    }
+    if "fcprojb" in architecture.parameter_table(config):
+        table["zeros"] = Row((C,), dtype)  # in place of fcproj's bias, below the first layer
+    return table
+
+
+def decode_layers(decoder, B, T):
+    """decoder.acts.tokens (B, T), at the next T positions -> the classifier's input, a Normed, its weight and bias."""
+    device, config, params, acts = decoder.device, decoder.config, decoder.params, decoder.acts
+    g = device.geometry
+    C, Q, F = config.C, config.NH * config.HS, config.F
+    N = B * T
+    inp, residual = acts.residual
+
+    def normed(weight, bias, branch_bias, parts):
+        nonlocal inp, residual
+        x = Normed(residual, inp, acts.branches, branch_bias, acts.normed, weight, bias)
+        inp, residual = residual, inp
+        return decode_layernorm(device, x, parts, N)
+
+    decode_embed(device, inp, acts.branches, acts.tokens, params.wte, params.wpe, params.ln0w, acts.control, B, T)
+    fcprojb_below = getattr(acts, "zeros", None)
+
+    for p, cache in decoder.layers:
+        x = normed(p.ln1w, p.ln1b, fcprojb_below, g.DECODE_FC_PARTS)
+        decode_qkv(device, acts.query, cache.keys, cache.values, x, p.qkvw, p.qkvb, decoder.rope, acts.control, B, T,
+                   len(p.qkvw))
+        decode_attention(device, acts.atty, acts.parts, acts.arrived, acts.query, cache.keys, cache.values,
+                         acts.control, B, T, config.NH)
+        decode_project(device, acts.branches, acts.atty, p.attprojw, g.DECODE_ATT_PARTS, g.DECODE_ATT_WIDTH, N, C, Q)
+
+        x = normed(p.ln2w, p.ln2b, p.attprojb, g.DECODE_ATT_PARTS)
+        decode_fc(device, acts.fch_act, x, p.fcw, p.fcb, N, len(p.fcw))
+        decode_project(device, acts.branches, acts.fch_act, p.fcprojw, g.DECODE_FC_PARTS, g.DECODE_FC_WIDTH, N, C, F)
+        fcprojb_below = p.fcprojb
+
+    x = normed(params.lnfw, params.lnfb, fcprojb_below, g.DECODE_FC_PARTS)
+    return x, params.wte if params.lm_head is None else params.lm_head, params.lm_headb
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# text, token by token
 
 
 TEXT_CONTROL = np.dtype([("position", "i4"), ("step", "i4"), ("arrived", "i4"), ("top_k", "i4"), ("temperature", "f4"),
@@ -136,7 +259,7 @@ class Decoder:
 
     def __init__(self, architecture, device, config, params, precision, B, T):
         """Allocate for B sequences of at most T positions. params: on the GPU; device: with decode_files' kernels."""
-        self.architecture, self.device, self.config, self.params = architecture, device, config, params
+        self.device, self.config, self.params = device, config, with_optional(params)
         self.B, self.T = B, T
         for name, function in device.functions.items():
             if name.startswith("decode"):  # the same for all: otherwise two kernels cannot share a multiprocessor
@@ -144,9 +267,9 @@ class Decoder:
         with device.stream:
             self.cache, self.acts = (views(table, cp.zeros(table_bytes(table, ALIGN), np.uint8), ALIGN)
                                      for table in self.tables(architecture, config, precision, B, T, device.geometry))
-            constants = architecture.decode_constants(config, T)
-            self.constants = SimpleNamespace(**{name: cp.asarray(array) for name, array in constants.items()})
-        self.layers = [(layer(params, l), layer(self.cache, l)) for l in range(config.L)]
+            angles = architecture.rope(config, T)
+            self.rope = None if angles is None else cp.asarray(angles)
+        self.layers = [(with_optional(layer(params, l)), layer(self.cache, l)) for l in range(config.L)]
         ring = self.AHEAD + 1
         self.drawn = pinned_array(4 * ring * B).view(np.int32).reshape(ring, B)
         self.logprobs = pinned_array(4 * ring * B).view(np.float32).reshape(ring, B)
@@ -157,9 +280,10 @@ class Decoder:
     def tables(architecture, config, precision, B, T, geometry):
         """What is allocated: the KV cache, and what the passes need."""
         N, NH, HS = max(B, PROMPT_ROWS), config.NH, config.HS
-        return architecture.cache_table(config, B, T, precision.dtype), {
+        kept = Row((config.L, B, config.NKV, T, HS), precision.dtype, stacked=True)
+        return {"keys": kept, "values": kept}, {
             "tokens": Row((N,), "int32"),
-            **architecture.decode_table(config, N, precision.dtype),
+            **decode_table(architecture, config, N, precision.dtype),
             "parts": Row((N, NH, blocks(T, geometry.DECODE_SPLIT), HS + 4)),  # of attention, for each split
             "arrived": Row((N, NH), "int32"),  # blocks of attention
             "logits": Row((B, config.Vp)),
@@ -210,7 +334,7 @@ class Decoder:
             self.set(position=begin)
             with self.device.stream:
                 copy_to_gpu(self.acts.tokens[: piece.size], piece)
-            self.architecture.decode_layers(self, *piece.shape)
+            decode_layers(self, *piece.shape)
         if B < self.B and last:
             for tensor in (self.cache.keys, self.cache.values):  # (L,B,...) [:, 1:] = [:, :1]
                 row, pitch = tensor[0, 0].nbytes, tensor[0].nbytes
@@ -238,7 +362,7 @@ class Decoder:
 
     def launch_step(self):
         device, acts, B = self.device, self.acts, self.B
-        decode_logits(device, acts.logits, *self.architecture.decode_layers(self, B, 1), B, self.config.Vp)
+        decode_logits(device, acts.logits, *decode_layers(self, B, 1), B, self.config.Vp)
         decode_sample(device, acts.tokens, acts.randoms, acts.control, self.drawn, self.logprobs, acts.logits, B)
 
 

@@ -18,7 +18,6 @@ from llmc.checkpoint import Owned
 from llmc.errors import UserError
 from llmc.gpu.batch import batch_table, sort_tokens, sorted_tokens
 from llmc.gpu.cublaslt import WORKSPACE
-from llmc.gpu.decoder import Decoder, decode_files
 from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, to_float32
 from llmc.gpu.geometry import check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import ALIGN, Matmul
@@ -48,6 +47,7 @@ def open_device(architecture, gpu, config, precision, matmul="auto", text=False)
                         f" {gpu.name} has {gpu.shared}: train this model with: python {type(config).__module__}.py")
     geometry, files = launch_geometry(config, precision, gpu.arch), list(files.values())
     if text:
+        from llmc.gpu.decoder import decode_files  # here: only runs that draw text need it
         files += decode_files(architecture, config, precision, geometry, gpu.shared)
     device = Device(gpu, files, geometry)
     return device, Matmul(device, precision, matmul)
@@ -82,7 +82,10 @@ def memory_plan(architecture, config, settings, device, text=False):
         from llmc.gpu.fp8 import operand_table
         operands = operand_table(shares.table, B * T, recomputed_inputs(architecture, settings))
         tables["operands in 8 bits"] = {"all": operands}
-    decoder = Decoder.tables(architecture, config, precision, 1, T, device.geometry) if text else ()
+    decoder = ()
+    if text:
+        from llmc.gpu.decoder import Decoder
+        decoder = Decoder.tables(architecture, config, precision, 1, T, device.geometry)
     return [
         (table_bytes(architecture.parameter_table(config, precision.dtype)), "parameters"),
         (table_bytes(architecture.parameter_table(config, precision.grads)), "gradients"),
@@ -234,6 +237,7 @@ class Trainer(ForwardPasses):
             matmul.allocate(transposed_elements(config, settings))
             self.batch = allocate(batch_table(settings.B, settings.T, settings.own_micro_steps), cp)
         if text:
+            from llmc.gpu.decoder import Decoder
             self.decoder = Decoder(architecture, device, config, self.params, self.precision, 1, settings.T)
 
         # Pinned memory has two halves: the host fills one while the GPU runs the step of the other.
