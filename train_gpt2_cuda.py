@@ -42,7 +42,8 @@ from llmc.gpu.device import copy_to_gpu, cp, describe_gpu, open_gpu, pointer
 from llmc.gpu.geometry import (ATTENTION_ROWS, BLOCK_THREADS, ENCODER_PIECE, MATMUL_ROWS, ROW_GROUPS, WARP, blocks,
                                hopper_matmul, pack)
 from llmc.gpu.launcher import on_ranks
-from llmc.gpu.matmul import ALIGN, Linear, Quantized
+from llmc.gpu.matmul import ALIGN, Quantized
+from llmc.gpu.messages import REST
 from llmc.gpu.precision import Precision, describe_precision, has_bfloat16, peak_rate, resolve_dtype
 from llmc.gpu.saver import TrainerSaver
 from llmc.gpu.shares import CHUNKS
@@ -426,23 +427,33 @@ class AdamW:
     def table(settings, shares, rank):
         """name -> Row of the state of a rank's share."""
         size = shares.share_size(rank)
-        return {
-            "m": Row((size,)),
-            "v": Row((size,)),
-            **({"master": Row((size,))} if settings.master else {}),  # float32 weights beside the model's
-            **({"sums": Row((size,))} if settings.own_micro_steps > 1 else {}),  # of gradients, the last ones aside
-        }
+        table = {"m": Row((size,)), "v": Row((size,))}
+        if settings.master:
+            table["master"] = Row((size,))  # float32 weights beside the model's
+        if settings.own_micro_steps > 1:
+            table["sums"] = Row((size,))  # of gradients, the last micro-batch's aside
+        return table
 
-    def __init__(self, matmul, settings, params, grads, shares, rank):
+    def __init__(self, matmul, settings, params, grads, shares, messages):
         """params, grads: flat; on several GPUs, grads is what was received; shares: how the ranks divide them."""
-        self.device, self.settings, self.params, self.grads = matmul.device, settings, params, grads
-        self.chunks, self.ends, count = shares.chunks(rank)
-        table = self.table(settings, shares, rank)
+        self.device, self.settings, self.messages = matmul.device, settings, messages
+        self.params, self.grads = params, grads
+        table = self.table(settings, shares, messages.rank)
         state = views(table, cp.zeros(table_bytes(table, ALIGN), np.uint8), ALIGN)
-        vars(self).update({"master": None, "sums": None} | {name: getattr(state, name) for name in table})
-        self.groups, self.ranks = {"all": cp.asarray(self.chunks.view(np.uint8))}, shares.ranks
-        # losses, then norm partials; on several GPUs, zero.py has apart the sums of all ranks' own
-        self.own_scalars = self.scalars = cp.zeros(settings.micro_steps + count * settings.needs_norm, np.float32)
+        self.m, self.v = state.m, state.v
+        self.master, self.sums = getattr(state, "master", None), getattr(state, "sums", None)
+        self.state = state
+
+        self.chunks, (first, rest, _), count = shares.chunks(messages.rank)
+        chunks = cp.asarray(self.chunks.view(np.uint8))
+        first, rest = first * CHUNKS.itemsize, rest * CHUNKS.itemsize
+        self.groups = {"all": chunks, "first layer": chunks[:first], "rest": chunks[first:rest],
+                       "other layers": chunks[rest:]}
+
+        # What this rank adds to the sums over all: losses of its micro-batches, then norm partials of its share.
+        # On one GPU, these are the sums.
+        self.own_scalars = cp.zeros(settings.micro_steps + count * settings.needs_norm, np.float32)
+        self.scalars = self.own_scalars if messages.rank_count == 1 else self.own_scalars.copy()
         self.control = cp.zeros(STEP_CONTROL.itemsize, np.uint8)
         self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8)
 
@@ -451,36 +462,47 @@ class AdamW:
         copy_to_gpu(self.control[:8], np.array([step], np.int64).view(np.uint8))  # its first field
         copy_to_gpu(self.recent, recent)
 
-    def loss(self, i):
-        """Where the loss of micro-batch i goes."""
-        return self.own_scalars[i : i + 1]
+    def loss_place(self, i):
+        """Where the loss of this rank's micro-batch i goes: at its number among the update's."""
+        number = i * self.messages.rank_count + self.messages.rank
+        return self.own_scalars[number : number + 1]
 
     def accumulate(self, i):
         """Add the gradients of micro-batch i to the sums, before the next backward pass overwrites them."""
+        self.messages.wait_for_gradients()
         with self.device.span(f"add {i}"):
-            add_gradients(self.device, self.sums, self.grads, self.groups["all"], self.ranks, i == 0)
+            add_gradients(self.device, self.sums, self.grads, self.groups["all"], self.messages.rank_count, i == 0)
 
     def global_norm(self):
-        self.norm_of("all")
+        """scalars = all losses, and all partial sums of the norm."""
+        self.messages.wait_for_gradients()
+        for group in self.messages.norm_groups:
+            self.norm_of(group)
+        self.messages.add_up(self.scalars, self.own_scalars)
 
-    def prepare(self, learning_rate, reports):
+    def prepare_update(self, learning_rate, reports):
         prepare_update(self.device, self.control, reports, self.scalars, learning_rate, self.recent, self.settings)
 
     def update(self):
-        self.update_of("all")
+        for group in self.messages.update_groups:
+            self.update_of(group)
+        self.messages.wait_for_weights()
 
     def norm_of(self, group):
         chunks, losses = self.groups[group], self.settings.micro_steps
         if self.settings.needs_norm and chunks.size:
             with self.device.span(f"norm {group}"):
-                global_norm(self.device, self.own_scalars[losses:], self.sums, self.grads, chunks, self.ranks)
+                global_norm(self.device, self.own_scalars[losses:], self.sums, self.grads, chunks,
+                            self.messages.rank_count)
 
     def update_of(self, group):
-        settings, chunks = self.settings, self.groups[group]
+        """Update a group of chunks; its new weights go to the other GPUs."""
+        s, chunks = self.settings, self.groups[group]
         if chunks.size:
             with self.device.span(f"adamw {group}"):
                 adamw_update(self.device, self.params, self.master, self.m, self.v, self.sums, self.grads, chunks,
-                             self.ranks, self.control, settings.beta1, settings.beta2, settings.stochastic_rounding)
+                             self.messages.rank_count, self.control, s.beta1, s.beta2, s.stochastic_rounding)
+        self.messages.group_updated(group)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -509,6 +531,8 @@ class GPT2:
         """What a pass over (B, T) tokens needs beside the parameters: {what for: {phase: table}}; the tables of one
         entry share their memory."""
         precision, recompute = settings.precision, settings.recompute
+        if precision.fp8:  # what matmuls read is kept in 8 bits: in bfloat16, there is one layer's at a time
+            recompute = max(cls.RECOMPUTED)
         phases = cls.phase_tables(config, B, T, precision, recompute, sm_count, geometry)
         return {
             "activations": {"activations": cls.activation_table(config, B, T, precision, recompute)},
@@ -516,11 +540,12 @@ class GPT2:
             "gradients between layers": {"gradients": gradient_table(config, B, T, precision)},
         }
 
-    def __init__(self, config, settings, matmul, params, grads, buffers):
-        """params, grads (None: there is no backward pass): Tensors on the GPU; buffers: bytes for each entry of
-        `tables`."""
+    def __init__(self, config, settings, linears, messages, params, grads, buffers):
+        """linears: a Linears; messages: a Messages, which does what other GPUs need; params, grads (None: there is no
+        backward pass): Tensors on the GPU; buffers: bytes for each entry of `tables`."""
         self.config, self.settings = config, settings
-        self.device, self.matmul = matmul.device, matmul
+        self.device = linears.matmul.device
+        self.linears, self.messages = linears, messages
         self.params, self.grads, self.buffers = params, grads, buffers
         self.param_layers = [layer(params, l) for l in range(config.L)]
         self.grad_layers = [layer(grads, l) for l in range(config.L)] if grads else None
@@ -530,6 +555,19 @@ class GPT2:
         """The classifier's weight, or its gradient: of its own, or tied to the embedding."""
         return getattr(tensors, "lm_head", tensors.wte)
 
+    # -- hooks, for several GPUs
+
+    def layer_begins(self, l):
+        """Before layer l's matrices are read. On one GPU, this does nothing: they are here."""
+        self.messages.layer_begins(l)
+
+    def gradient_done(self, name, l=None, event=None):
+        """The gradient of layer l's matrix `name`, or of all of REST, is complete after the event. On one GPU, this
+        does nothing: nobody waits for it."""
+        self.messages.gradient_done(name, l, event)
+
+    # -- tensors
+
     def linear(self, name, l=0):
         """Layer l's linear layer "qkv", "attproj", "fc" or "fcproj", or the classifier, "logits"."""
         if name == "logits":
@@ -538,13 +576,20 @@ class GPT2:
         else:
             p, g = self.param_layers[l], self.grad_layers and self.grad_layers[l]
             weight, bias, dweight = getattr(p, f"{name}w"), getattr(p, f"{name}b", None), g and getattr(g, f"{name}w")
-        return Linear(self.matmul, weight, bias, dweight)
+        return self.linears.linear(name, l, weight, bias, dweight)
 
     def activations(self, B, T):
         """Views of all buffers for batches of (B, T), made once: rows by name, and each layer's rows as the forward
         pass (`layers`) and the backward pass (`backward_layers`) see them."""
-        if (B, T) in self.shapes:
-            return self.shapes[B, T]
+        if (B, T) not in self.shapes:
+            self.shapes[B, T] = self.make_activations(B, T)
+        return self.shapes[B, T]
+
+    def training_activations(self, B, T):
+        """Those of an update. In FP8, some are places in 8 bits, which no evaluation of this shape uses."""
+        return self.linears.place(self.make_activations(B, T))
+
+    def make_activations(self, B, T):
         phases = {}
         tables = self.tables(self.config, self.settings, B, T, self.device.sm_count, self.device.geometry)
         for what, group in tables.items():
@@ -558,12 +603,9 @@ class GPT2:
             for phase, layers in (("forward", acts.layers), ("backward", acts.backward_layers)):
                 kept, within = layer(phases["activations"], l), layer(phases[phase], l)
                 layers.append(SimpleNamespace(**vars(kept) | vars(within)))  # `within` wins: recomputed rows
-        self.shapes[B, T] = acts
         return acts
 
-    def training_activations(self, B, T):
-        """Those of an update, which FP8 overrides."""
-        return self.activations(B, T)
+    # -- forward and backward
 
     def trunk(self, acts, inputs):
         """Token ids (B, T) on the GPU -> acts.lnf (B, T, C): all but the classifier."""
@@ -571,6 +613,7 @@ class GPT2:
         B, T, L, C, NH = acts.B, acts.T, self.config.L, self.config.C, self.config.NH
         N = B * T
 
+        self.linears.pass_begins(acts)
         encoder_forward(device, acts.encoded, inputs, params.wte, params.wpe, B, T, C)
         for l in range(L):
             p, a = self.param_layers[l], acts.layers[l]
@@ -582,6 +625,7 @@ class GPT2:
                 residual = below.residual3
                 residual_layernorm_forward(device, residual, a.ln1, a.ln1_mean, a.ln1_rstd, below.residual2, branch,
                                            p.ln1w, p.ln1b, B, T, C)
+            self.layer_begins(l)
             linear("qkv", l).forward(a.qkv, a.ln1)
             attention_forward(device, a.atty, a.lse, a.qkv, B, T, NH, NH, C // NH)
             linear("attproj", l).forward(branch, a.atty)
@@ -597,7 +641,8 @@ class GPT2:
         """loss (1,) = the sum of acts.losses times scale; with `train`, the logits are overwritten with their gradient.
         Returns an event for the loss, which the side stream sums."""
         self.linear("logits").forward(acts.logits, acts.lnf)
-        classifier(self.device, acts.losses, acts.logits, targets, self.dlogits_scale(scale), train, acts.B, acts.T)
+        dloss = self.linears.dlogits_scale(scale)
+        classifier(self.device, acts.losses, acts.logits, targets, dloss, train, acts.B, acts.T)
         with self.device.beside(self.device.side) as loss_done:
             loss_mean(self.device, loss, acts.losses, scale, acts.B * acts.T)
         return loss_done
@@ -654,25 +699,26 @@ class GPT2:
             jobs.append((a.ln1_partials, (g.ln1w, g.ln1b, fcprojb_below)))
         column_sums(device, jobs)
         encoder_backward(device, grads.wte, grads.wpe, acts.wte_partials, dresidual, by_token, B, T, C)
-        device.wait(dqkv_read)  # the side stream's last launch: the loss is there, too
+        device.wait(dqkv_read)  # the last launch of the side stream, which has summed the loss before
+        self.gradient_done(REST)
 
     def backward_head(self, acts, scale):
         """dbranch, dwte =; encoder_backward adds to dwte. dlogits hold dlogits_scale(scale), not scale: hence `factor`.
         All on the main stream, as dfch will overwrite dlogits."""
-        head, factor = self.linear("logits"), scale / self.dlogits_scale(scale)
+        head, factor = self.linear("logits"), scale / self.linears.dlogits_scale(scale)
         head.backward_inp(acts.dbranch, acts.logits, factor)
         head.backward_weight(acts.logits, acts.lnf, factor)
+        if "lm_head" in self.params.table:
+            self.gradient_done("lm_head")
 
     def weight_gradient(self, name, l, dout, inp):
         """On the side stream; returns an event, after which dout and inp may be overwritten."""
+        linear = self.linear(name, l)
+        dout = linear.operand(dout)  # of 8 bits: made on the main stream, which needs it, too
         with self.device.beside(self.device.side) as done:
-            self.linear(name, l).backward_weight(dout, inp)
+            linear.backward_weight(dout, inp)
+        self.gradient_done(f"{name}w", l, done)
         return done
-
-    def dlogits_scale(self, scale):
-        """A power of 2 near `scale`, which dlogits carry instead. A target's dlogit is about -scale: if that is no
-        power of 2, bfloat16 rounds it alike in every row: a bias, 0.2 percent for 1/51."""
-        return 2.0 ** round(math.log2(scale))
 
     # -- the step; `trainer` holds the buffers
 
@@ -684,15 +730,18 @@ class GPT2:
         with device.span(f"forward {i}"):
             self.trunk(trainer.acts, batch.inputs[i])
             device.wait(batch_copied)
-            self.classify(trainer.acts, batch.targets[i], optimizer.loss(i), scale, train=True)
+            self.classify(trainer.acts, batch.targets[i], optimizer.loss_place(i), scale, train=True)
         if i > 0:
             optimizer.accumulate(i - 1)  # now: on several GPUs, gradients travel during the forward pass
         with device.span(f"backward {i}"):
             self.backward(trainer.acts, sorted_tokens(batch, i), scale)
 
     def train_step(self, trainer):
-        """Launch one update on one GPU; fp8.py and several/zero.py add to it."""
+        """Launch one update."""
         device, batch = self.device, trainer.batch
+        self.messages.step_begins()
+        self.linears.step_begins()
+
         copy = functools.partial(copy_batch, device, batch.buffer, trainer.pinned, trainer.optimizer.control)
         cut = 1 + batch.inputs.size
         copy(0, cut)  # learning rate and inputs: batch_table's first two
@@ -701,12 +750,15 @@ class GPT2:
         for i in range(self.settings.own_micro_steps):
             self.micro_step(trainer, i, batch_copied)
         self.update(trainer)
+        self.messages.step_ends()
 
     def update(self, trainer):
         """From the gradients to new weights, and the report."""
-        trainer.optimizer.global_norm()
-        trainer.optimizer.prepare(trainer.batch.learning_rate, trainer.reports)
-        trainer.optimizer.update()
+        optimizer = trainer.optimizer
+        optimizer.global_norm()
+        optimizer.prepare_update(trainer.batch.learning_rate, trainer.reports)
+        optimizer.update()
+        self.linears.update_ends(self.messages)
 
     def capture(self, trainer):
         """The step as a CUDA graph, which reads what changes from memory: the batch, pinned; counters, on the GPU."""

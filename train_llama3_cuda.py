@@ -21,6 +21,7 @@ import numpy as np
 import train_llama3
 from llmc.errors import run_main
 from llmc.gpu.geometry import BLOCK_THREADS, blocks, pack
+from llmc.gpu.messages import REST
 from llmc.settings import with_default
 from llmc.tensors import Row
 from train_gpt2_cuda import (GPT2, CudaSettings, attention_backward, attention_forward, column_sums,
@@ -188,6 +189,7 @@ class Llama3(GPT2):
         device, linear, params, config, branch = self.device, self.linear, self.params, self.config, acts.branch
         B, T, C, eps, rotated = acts.B, acts.T, config.C, config.eps, config.Q + config.K
 
+        self.linears.pass_begins(acts)
         encoder_forward(device, acts.encoded, inputs, params.wte, None, B, T, C)
         for l in range(config.L):
             p, a = self.param_layers[l], acts.layers[l]
@@ -199,6 +201,7 @@ class Llama3(GPT2):
                 residual = below.residual3
                 residual_rmsnorm_forward(device, residual, a.ln1, a.ln1_rstd, below.residual2, branch, p.ln1w, eps,
                                          B, T, C)
+            self.layer_begins(l)
             matmul_rope_forward(device, linear("qkv", l), a.qkv, a.ln1, acts.rope, B, T, rotated)
             attention_forward(device, a.atty, a.lse, a.qkv, B, T, config.NH, config.NKV, config.HS)
             linear("attproj", l).forward(branch, a.atty)
@@ -257,6 +260,7 @@ class Llama3(GPT2):
         column_sums(device, jobs)
         encoder_backward(device, grads.wte, None, acts.wte_partials, dresidual, by_token, B, T, C)
         device.wait(dqkv_read)  # joins the side stream
+        self.gradient_done(REST)
 
 
 if __name__ == "__main__":

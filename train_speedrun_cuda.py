@@ -24,6 +24,7 @@ import train_speedrun
 from llmc.errors import run_main
 from llmc.gpu.cublaslt import CublasLt
 from llmc.gpu.geometry import BLOCK_THREADS, ROW_GROUPS, WARP, blocks, pack
+from llmc.gpu.messages import REST
 from llmc.gpu.shares import CHUNKS
 from llmc.settings import with_default
 from llmc.tensors import Row
@@ -152,9 +153,9 @@ class Stack(NamedTuple):
     def size(self):
         return self.rows * self.columns
 
-    def pieces(self, shares, rank):
-        """The Pieces of them that a rank has, which are adjacent in its share."""
-        return [piece for piece in shares.pieces(rank) if 0 <= piece.begin - self.begin < self.count * self.size]
+    def parts_of(self, shares, rank):
+        """The Parts of them that a rank has, which are adjacent in its share."""
+        return [part for part in shares.parts_of(rank) if 0 <= part.begin - self.begin < self.count * self.size]
 
 
 class Muon(AdamW):
@@ -178,54 +179,50 @@ class Muon(AdamW):
     @classmethod
     def table(cls, settings, shares, rank):
         dtype, stacks = settings.precision.dtype, cls.stacks(shares.table)
-        share = max(sum(piece.size for piece in stack.pieces(shares, rank)) for stack in stacks)
-        own = [(blocks(stack.count, shares.ranks), stack) for stack in stacks]  # that a rank orthogonalizes, at most
+        share = max(sum(part.size for part in stack.parts_of(shares, rank)) for stack in stacks)
+        own = [(blocks(stack.count, shares.rank_count), stack) for stack in stacks]  # that a rank works on, at most
         matrices = max(n * stack.size for n, stack in own)
         return AdamW.table(settings, shares, rank) | {
             "u": Row((share,), dtype),  # of a stack: Nesterov's momentum; on several GPUs, then the step
-            **({"x": Row((matrices,), dtype)} if shares.ranks > 1 else {}),  # the same, whole matrices
+            **({"x": Row((matrices,), dtype)} if shares.rank_count > 1 else {}),  # the same, whole matrices
             "y": Row((matrices,), dtype),  # a Newton-Schulz step reads one of x and y, and writes the other
             "squares": Row((2, max(n * min(stack.rows, stack.columns)**2 for n, stack in own)), dtype),
             "partials": Row((cls.BLOCKS * max(n for n, _ in own),)),
         }
 
-    def __init__(self, matmul, settings, params, grads, shares, rank):
-        super().__init__(matmul, settings, params, grads, shares, rank)
-        flat, (first, rest) = self.chunks["flat"], (CHUNKS.itemsize * end for end in self.ends[:2])
-        self.groups["rest"] = self.groups["all"][first:rest]
+    def __init__(self, matmul, settings, params, grads, shares, messages):
+        super().__init__(matmul, settings, params, grads, shares, messages)
+        self.u, self.y, self.squares, self.partials = (
+            getattr(self.state, name) for name in ("u", "y", "squares", "partials"))
+        self.x = getattr(self.state, "x", None)
         self.cublaslt = matmul.cublaslt or CublasLt(self.device, settings.precision, matmul.stream_workspace)
         self.newton_schulz = newton_schulz_of(settings)
+
         self.of_stacks = []  # (stack, its chunks, the number of its first element in this share)
+        begins = self.chunks["flat"]
         for stack in self.stacks(shares.table):
-            of_stack = (flat >= stack.begin) & (flat < stack.begin + stack.count * stack.size)
-            local = np.int64(stack.pieces(shares, rank)[0].local)
+            of_stack = (begins >= stack.begin) & (begins < stack.begin + stack.count * stack.size)
+            local = np.int64(stack.parts_of(shares, messages.rank)[0].local)
             self.of_stacks.append((stack, self.device.upload(self.chunks[of_stack].view(np.uint8)), local))
 
     def update(self):
         self.update_of("rest")
-        self.update_of("matrices")
+        self.update_matrices()
+        self.messages.wait_for_weights()
 
-    def update_of(self, group):
-        if group != "matrices":
-            return super().update_of(group)
+    def update_matrices(self):
         settings, g = self.settings, self.device.geometry
         for stack, chunks, local in self.of_stacks:
             grid = (chunks.size // CHUNKS.itemsize * (g.UPDATE_CHUNK // (g.UPDATE_THREADS * g.UPDATE_ADAMW_NUMBERS)),)
             with self.device.span(f"muon {stack.rows} x {stack.columns}"):
-                self.launch("muon_momentum", grid, self.m, self.u, self.sums, self.grads, chunks, self.ranks,
-                            self.control, self.MOMENTUM, local)
-                u = self.to_shares(stack, self.orthogonalize(stack, self.to_matrices(stack)))
+                self.launch("muon_momentum", grid, self.m, self.u, self.sums, self.grads, chunks,
+                            self.messages.rank_count, self.control, self.MOMENTUM, local)
+                matrices = self.messages.to_matrices(stack, self.u, self.x)
+                u = self.messages.to_share(stack, self.orthogonalize(stack, matrices), self.u)
                 scale = math.sqrt(max(1.0, stack.rows / stack.columns))
                 self.launch("muon_update", grid, self.params, self.master, u, chunks, self.control, scale,
                             settings.weight_decay, settings.stochastic_rounding, local)
-
-    def to_matrices(self, stack):
-        """What self.u has of a stack, as (n, rows, columns); on several GPUs, zero.py gathers this rank's matrices."""
-        return self.u[: stack.count * stack.size].reshape(-1, stack.rows, stack.columns)
-
-    def to_shares(self, stack, matrices):
-        """The reverse, likewise."""
-        return matrices
+        self.messages.group_updated("matrices")
 
     def orthogonalize(self, stack, x):
         """train_speedrun.py's, of each matrix of x (n, rows, columns); returns x or self.y."""
@@ -277,12 +274,14 @@ class Speedrun(GPT2):
         device, linear, params, branch = self.device, self.linear, self.params, acts.branch
         B, T, C, NH, HS = acts.B, acts.T, self.config.C, self.config.NH, self.config.HS
 
+        self.linears.pass_begins(acts)
         encoder_forward(device, acts.embedded, inputs, params.wte, None, B, T, C)
         rmsnorm_forward(device, acts.ln0, acts.ln0_rstd, acts.embedded, params.ln0w, EPS, B, T, C)
         residual, below, addend = acts.encoded, None, acts.ln0  # the stream begins with what the first norm leaves
         for l in range(self.config.L):
             p, a = self.param_layers[l], acts.layers[l]
             residual_rmsnorm_forward(device, residual, a.ln1, a.ln1_rstd, below, addend, p.ln1w, EPS, B, T, C)
+            self.layer_begins(l)
             matmul_qknorm_forward(device, linear("qkv", l), a.qkv, a.qk_rstd, a.ln1, acts.rope, B, T, NH, HS)
             attention_forward(device, a.atty, a.lse, a.qkv, B, T, NH, NH, HS)
             linear("attproj", l).forward(branch, a.atty)
@@ -294,7 +293,7 @@ class Speedrun(GPT2):
 
     def classify(self, acts, targets, loss, scale, train):
         """GPT-2's; with `train`, the partial sums of the classifier's bias gradient, too."""
-        dloss, N = self.dlogits_scale(scale), acts.B * acts.T
+        dloss, N = self.linears.dlogits_scale(scale), acts.B * acts.T
         self.linear("logits").forward(acts.logits, acts.lnf)
         classifier(self.device, acts.losses, acts.logits, acts.headb_partials, targets, dloss, scale / dloss, train, N)
         with self.device.beside(self.device.side) as loss_done:
@@ -353,6 +352,7 @@ class Speedrun(GPT2):
         grads.wte.fill(0)  # a memset on the main stream
         encoder_backward(device, grads.wte, None, acts.wte_partials, dbranch, by_token, B, T, C)
         device.wait(dqkv_read)  # joins the side stream
+        self.gradient_done(REST)
 
 
 if __name__ == "__main__":

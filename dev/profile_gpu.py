@@ -193,7 +193,7 @@ class Profile:
     @contextlib.contextmanager
     def __call__(self, name, arguments):
         trainer, start, end = self.trainer, cp.cuda.Event(), cp.cuda.Event()
-        what = label(name, arguments, trainer.params, trainer.grads, trainer.fp8 and trainer.fp8.operands)
+        what = label(name, arguments, trainer.params, trainer.grads, trainer.linears.operands)
         cp.cuda.nvtx.RangePush(what)
         start.record(trainer.device.stream)
         yield

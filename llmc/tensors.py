@@ -23,6 +23,7 @@ class Row(NamedTuple):
     ones: bool = False  # initialized to ones; in bfloat16 always rounded stochastically: see kernels/update.cu
 
     size = property(lambda self: math.prod(self.shape))
+    is_matrix = property(lambda self: self.stacked and self.decays)  # of each layer: its gradient is sent apart
     # the NumPy dtype. NumPy has no bfloat16: such a tensor is an array of its bits, uint16
     stored_as = property(lambda self: np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype))
 

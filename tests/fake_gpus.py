@@ -17,7 +17,7 @@ import numpy as np
 
 import llmc.gpu.device
 import llmc.gpu.trainer
-import llmc.gpu.several.zero
+import llmc.gpu.several.nccl
 import train_gpt2
 import train_gpt2_cuda as cuda
 from conftest import FakeGPU, install
@@ -107,8 +107,8 @@ def round_weights(out, exact, count):
     out[...] = stored(np.array(exact), out)
 
 
-class Messages:
-    """zero.py's Nccl, over torch.distributed: what is sent goes to all."""
+class FakeNccl:
+    """Nccl, over torch.distributed: what is sent goes to all."""
 
     def __init__(self, ranks, tokens):
         self.rank, self.size, self.gather = ranks.rank, ranks.size, ranks.gather
@@ -211,7 +211,7 @@ def main():
     fake.cp.cuda.runtime.getDeviceCount = lambda: 4
     fake.cp.cuda.runtime.getDevice = lambda: chosen[-1]
     install(fake, setattr)
-    llmc.gpu.several.zero.Nccl = Messages
+    llmc.gpu.several.nccl.Nccl = FakeNccl
     make, llmc.gpu.trainer.Trainer.__init__ = llmc.gpu.trainer.Trainer.__init__, init
     run_main(cuda.main)
 

@@ -18,9 +18,10 @@ from conftest import on_stream
 from llmc.gpu.device import copy_to_gpu, to_float32
 from check_gpu import COLUMN_ORDER, ROW_ORDER, decode_e5m2, dlogits_of, natural
 from fp8_reference import LARGEST, decode_e4m3, next_scales, round_e4m3
-from llmc.gpu.fp8 import DLOGITS_SCALE, Fp8
+from llmc.gpu.fp8 import DLOGITS_SCALE, Fp8, allocate_operands
 from llmc.gpu.geometry import FP8_HISTORY, blocks, kernel_files
 from llmc.gpu.matmul import Quantized
+from llmc.gpu.messages import Messages
 from llmc.gpu.precision import Precision
 from llmc.logger import Log
 from llmc.loop import Update
@@ -114,7 +115,7 @@ def fp8(matmul):
 def make_fp8(matmul, N):
     table = cuda.parameter_table(GPT2, "bfloat16")
     params = views(table, matmul.device.upload(np.zeros(sum(row.bytes() for row in table.values()), np.uint8)))
-    return Fp8(matmul, params, N)
+    return Fp8(matmul, params, allocate_operands(table, N))
 
 
 def bytes_on_gpu(shape, value=255):
@@ -129,7 +130,7 @@ def test_prepare_scales(fp8):
         largest[:3] = np.nan, np.inf, 224.0
         copy_to_gpu(fp8.state.largest, largest.astype(np.float32).view(np.int32))
         copy_to_gpu(fp8.state.counts, np.array([update << 40, 7]))
-        fp8.prepare_scales()
+        fp8.prepare_scales(Messages())
         fp8.device.synchronize()
         history[update % FP8_HISTORY] = np.where(np.isfinite(largest), largest, 0)
         scales = next_scales(history, scales)

@@ -13,14 +13,13 @@ transposed copy of the weight. Of dout and inp in dweight = dout^T @ inp, the wi
 transposed on the way to the tensor cores; the other one has a transposed copy.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import numpy as np
 
 from llmc.gpu.device import copy_to_gpu, cp, pinned_array, pointer
 from llmc.gpu.geometry import FP8_HISTORY, blocks
-from llmc.gpu.matmul import ALIGN, WORKSPACE, Quantized, rows
+from llmc.gpu.matmul import ALIGN, WORKSPACE, Linears, Quantized, rows
 from llmc.tensors import Row, allocate, table_bytes, views
 
 LINEARS = ("qkv", "fc", "fcproj")  # layers with FP8 operands; attproj is a twelfth of the work of GPT-2's
@@ -47,6 +46,12 @@ def operand_table(parameters, N, recomputed):
     return table | {"inp": Row((N, shapes["qkv"][2]), "uint8")}  # of the matmul at hand, but for fcproj's
 
 
+def allocate_operands(parameters, N, recomputed=()):
+    """Tensors of operand_table on the GPU, which are written before they are read."""
+    table = operand_table(parameters, N, recomputed)
+    return views(table, cp.empty(table_bytes(table, ALIGN), np.uint8), ALIGN)
+
+
 def scale_table(L):
     """name -> Row of the scales and what they follow from; column (i * L + l) * 3 + r is for LINEARS[i] of layer l and
     ROLES[r]; the last three are the classifier's, "logits"."""
@@ -58,13 +63,13 @@ def scale_table(L):
 class Fp8:
     """The operands and scales of a model in training."""
 
-    def __init__(self, matmul, params, N, recomputed=(), fuses_gelu=True):
-        """params: Tensors on the GPU; N, recomputed: see operand_table; fuses_gelu: fc's epilogue makes fcproj's input,
-        fcproj's backward pass fc's gradient. Allocates on the current stream."""
-        self.device, self.matmul, self.params, self.fuses_gelu = matmul.device, matmul, params, fuses_gelu
-        self.L, self.recomputed = params.table["qkvw"].shape[0], recomputed
-        table = operand_table(params.table, N, recomputed)
-        self.operands = views(table, cp.empty(table_bytes(table, ALIGN), np.uint8), ALIGN)
+    def __init__(self, matmul, params, operands, recomputed=(), fuses_gelu=True):
+        """params: Tensors on the GPU; operands, recomputed: see operand_table; fuses_gelu: fc's epilogue makes
+        fcproj's input, fcproj's backward pass fc's gradient. Allocates the scales on the current stream."""
+        self.device, self.matmul, self.params = matmul.device, matmul, params
+        self.operands, self.recomputed, self.fuses_gelu = operands, recomputed, fuses_gelu
+        self.L = params.table["qkvw"].shape[0]
+
         self.state = allocate(scale_table(self.L), cp)
         self.state.scales.fill(1.0)
         tiles = WORKSPACE // (4 * 64 * self.device.geometry.MATMUL_BN)  # halves of tiles that fit into a workspace
@@ -111,15 +116,14 @@ class Fp8:
             trainer.model.micro_step(trainer, 0)
             if not trainer.ranks.is_first:  # the same scales on any number of GPUs
                 self.forget()
-            self.prepare_scales(trainer.several)
+            self.prepare_scales(trainer.messages)
         self.updates = self.updates or 1
 
-    def prepare_scales(self, several=None):
+    def prepare_scales(self, messages):
         """At the end of an update: the scales of the next one, from the largest numbers on all ranks."""
         state = self.state
-        if several:
-            several.add_up(state.largest, state.largest, largest=True)
-            several.add_up(state.counts, state.counts)
+        messages.add_up(state.largest, state.largest, largest=True)
+        messages.add_up(state.counts, state.counts)
         self.device.launch("prepare_scales", (1,), (256,), state.scales, state.history, state.largest, state.updates,
                            state.counts, pointer(self.reports), state.scales.size)
 
@@ -309,55 +313,75 @@ class Fp8Linear(NamedTuple):
         return self.fp8.scale(self.name, self.l, role)
 
 
-class Fp8Passes:
-    """What a page's model does otherwise in FP8. `fp8` is an Fp8."""
+class Fp8Linears(Linears):
+    """The linear layers of a run of --dtype fp8: during an update, those of LINEARS and the classifier are in
+    8 bits. `names` are those of the architecture that are."""
 
-    several = None  # see several/zero.py
+    def __init__(self, matmul, reads, recomputed, fuses_gelu, by_layer):
+        """reads: {linear layer: the activation that it reads}, of those in 8 bits; recomputed: those of them
+        whose input the backward pass recomputes; fuses_gelu: see Fp8; by_layer: weights come from other GPUs
+        layer by layer."""
+        super().__init__(matmul)
+        self.reads, self.recomputed, self.fuses_gelu = reads, recomputed, fuses_gelu
+        self.by_layer = by_layer
 
-    @classmethod
-    def tables(cls, config, settings, *arguments):
-        """The inputs of matmuls are kept in 8 bits: in bfloat16, there is one layer's at a time."""
-        return super().tables(config, dataclasses.replace(settings, recompute=max(cls.RECOMPUTED)), *arguments)
+    def start(self, params, operands):
+        """Allocates the scales on the current stream."""
+        self.operands = operands
+        self.fp8 = Fp8(self.matmul, params, operands, self.recomputed, self.fuses_gelu)
 
-    def training_activations(self, B, T):
-        """The activations of an update: normalizations, and attention's backward pass, find where to write 8 bits."""
-        acts = self.activations(B, T)
-        del self.shapes[B, T]  # evaluations of this shape make their own
-        acts.lnf = Fp8Linear(self.fp8, "logits", 0).place_inp()
-        for l, (forward, backward) in enumerate(zip(acts.layers, acts.backward_layers)):
-            qkv, fc = (Fp8Linear(self.fp8, name, l) for name in ("qkv", "fc"))
-            forward.ln1, forward.ln2 = qkv.place_inp(), fc.place_inp()
-            backward.ln1, backward.ln2 = qkv.place_inp(again=True), fc.place_inp(again=True)
-            backward.dqkv = qkv.place_dout(backward.dqkv)
-        return acts
-
-    def linear(self, name, l=0):
-        linear = super().linear(name, l)
-        if self.fp8.trains and name in self.READS:
-            return Fp8Linear(self.fp8, name, l, linear.bias, linear.dweight)
-        return linear
-
-    def trunk(self, acts, inputs):
-        self.fp8.trains = isinstance(acts.lnf, Quantized)
-        if self.fp8.trains and self.fp8.weights_behind:
-            self.fp8.quantize_weights()
-            self.fp8.weights_behind = False
-        super().trunk(acts, inputs)
-
-    def weight_gradient(self, name, l, dout, inp):
-        linear = self.linear(name, l)
-        if isinstance(linear, Fp8Linear):
-            dout = linear.operand(dout)  # on the main stream, which needs it, too
-        return super().weight_gradient(name, l, dout, inp)
-
-    def train_step(self, trainer):
-        self.fp8.weights_behind = self.several is None  # on several GPUs, each layer's are quantized when they arrive
-        super().train_step(trainer)
-
-    def update(self, trainer):
-        super().update(trainer)
-        self.fp8.prepare_scales(self.several)
+    def linear(self, name, l, weight, bias, dweight):
+        if self.fp8.trains and name in self.reads:
+            return Fp8Linear(self.fp8, name, l, bias, dweight)
+        return super().linear(name, l, weight, bias, dweight)
 
     def dlogits_scale(self, scale):
         """What the range of E5M2 asks for."""
         return DLOGITS_SCALE
+
+    def place(self, acts):
+        """Normalizations, and attention's backward pass, find where to write 8 bits."""
+        acts.lnf = Fp8Linear(self.fp8, "logits", 0).place_inp()
+        for l, (forward, backward) in enumerate(zip(acts.layers, acts.backward_layers)):
+            qkv, fc = (Fp8Linear(self.fp8, name, l) for name in ("qkv", "fc"))
+            for linear in (qkv, fc):
+                row = self.reads[linear.name]
+                setattr(forward, row, linear.place_inp())
+                setattr(backward, row, linear.place_inp(again=True))
+            backward.dqkv = qkv.place_dout(backward.dqkv)
+        return acts
+
+    def calibrate(self, trainer):
+        self.fp8.calibrate(trainer)
+
+    def forget(self):
+        self.fp8.forget()
+
+    def step_begins(self):
+        self.fp8.weights_behind = not self.by_layer
+
+    def weights_changed(self):
+        self.fp8.weights_behind = True
+
+    def pass_begins(self, acts):
+        """Only an update's pass is in 8 bits, which its activations show."""
+        fp8 = self.fp8
+        fp8.trains = isinstance(acts.lnf, Quantized)
+        if fp8.trains and fp8.weights_behind:
+            fp8.quantize_weights()
+            fp8.weights_behind = False
+
+    def layer_arrived(self, l, is_first):
+        self.fp8.quantize_weights(slice(l, l + 1), again=not is_first)
+
+    def update_ends(self, messages):
+        self.fp8.prepare_scales(messages)
+
+    def counts(self, number):
+        return self.fp8.counts(number)
+
+    def notes(self):
+        return self.fp8.notes()
+
+    def restore(self, notes):
+        return self.fp8.restore(notes)

@@ -1,5 +1,7 @@
-"""Matmuls on the GPU. Matmul chooses between our kernels and cuBLASLt, by a rule."""
+"""Matmuls on the GPU. Linears makes the linear layers of a run; Matmul chooses between our kernels and
+cuBLASLt, by a rule."""
 
+import math
 from typing import NamedTuple
 
 from llmc.gpu.cublaslt import WORKSPACE, CublasLt
@@ -101,9 +103,75 @@ class Linear(NamedTuple):
         else:
             matmul.cublaslt_transposed(self.dweight, dout, inp, scale)
 
+    def operand(self, dout):
+        """dout (N,OC) as backward_weight reads it: as it is."""
+        return dout
+
 
 def rows(array):
     return array.reshape(-1, array.shape[-1])
+
+
+class Linears:
+    """The linear layers of a run in bfloat16 or float32, and what 8 bits need at other moments of a step:
+    here, nothing. Fp8Linears of llmc/gpu/fp8.py has them in 8 bits."""
+
+    operands = None  # Tensors in 8 bits
+
+    def __init__(self, matmul):
+        self.matmul = matmul
+
+    def start(self, params, operands):
+        """params, operands: Tensors on the GPU, once they are allocated."""
+
+    def linear(self, name, l, weight, bias, dweight):
+        """Layer l's linear layer `name`, or the classifier, "logits"."""
+        return Linear(self.matmul, weight, bias, dweight)
+
+    def dlogits_scale(self, scale):
+        """A power of 2 near `scale`, which dlogits carry instead. A target's dlogit is about -scale: if that
+        is no power of 2, bfloat16 rounds it alike in every row: a bias, 0.2 percent for 1/51."""
+        return 2.0 ** round(math.log2(scale))
+
+    # -- moments of a run
+
+    def place(self, acts):
+        """The activations of an update, with places for what is written in 8 bits: as they are."""
+        return acts
+
+    def calibrate(self, trainer):
+        """Find the first scales. Here, there are none."""
+
+    def forget(self):
+        """Discard what a pass has found that is no part of an update. Here, nothing."""
+
+    def step_begins(self):
+        """An update is launched from here on. Here, nothing."""
+
+    def weights_changed(self):
+        """Since the last pass, outside of a step. Here, nothing is made of them."""
+
+    def pass_begins(self, acts):
+        """A forward pass begins. Here, nothing."""
+
+    def layer_arrived(self, l, is_first):
+        """Layer l's weights have come from other GPUs; is_first: on rank 0. Here, nothing is made of them."""
+
+    def update_ends(self, messages):
+        """The update is launched. Here, nothing."""
+
+    # -- reports and checkpoints
+
+    def counts(self, number):
+        """Of update `number`: how many numbers were too large or too small for 8 bits. Here, None."""
+
+    def notes(self):
+        """For a checkpoint."""
+        return {}
+
+    def restore(self, notes):
+        """Continue with a checkpoint's notes; returns whether they have what this run needs."""
+        return True
 
 
 class Matmul:

@@ -14,17 +14,17 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from llmc.checkpoint import Owned
 from llmc.errors import UserError
 from llmc.gpu.batch import batch_table, sort_tokens, sorted_tokens
 from llmc.gpu.cublaslt import WORKSPACE
 from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, to_float32
 from llmc.gpu.geometry import check_sizes, kernel_files, launch_geometry
-from llmc.gpu.matmul import ALIGN, Matmul
+from llmc.gpu.matmul import ALIGN, Linears, Matmul
+from llmc.gpu.messages import Messages
 from llmc.gpu.precision import copy_weights
 from llmc.gpu.shares import Shares
 from llmc.loop import Update, check_update
-from llmc.outliers import RECENT, reason_to_skip
+from llmc.outliers import reason_to_skip
 from llmc.single_process import SINGLE_PROCESS
 from llmc.tensors import Row, Tensors, allocate, flat, table_bytes, views
 
@@ -147,7 +147,8 @@ class ForwardPasses:
         self.loss = cp.zeros(1, np.float32)  # of an evaluation
         tables = self.architecture.tables(self.config, self.settings, B, T, self.device.sm_count, self.device.geometry)
         buffers = {what: cp.empty(group_bytes(group), np.uint8) for what, group in tables.items()}
-        return self.architecture(self.config, self.settings, self.matmul, self.params, self.grads, buffers)
+        return self.architecture(self.config, self.settings, self.linears, self.messages, self.params, self.grads,
+                                 buffers)
 
     def forward(self, inputs, targets):
         """inputs, targets (B, T) integer ids on the host -> the mean loss, a float."""
@@ -175,6 +176,7 @@ class Evaluator(ForwardPasses):
         settings = architecture.resolve_auto(architecture.Settings(dtype="float32"), gpu.arch)
         _, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul)
         super().__init__(architecture, config, settings, matmul)
+        self.linears, self.messages = Linears(matmul), Messages()
         with self.device.stream:
             self.params = allocate(architecture.parameter_table(config), cp)
             copy_weights(self.device, self.params, params)
@@ -187,32 +189,47 @@ class Evaluator(ForwardPasses):
             self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32), targets=cp.empty(B * T, np.int32))
 
 
-def mixed(mixin, kind):
-    """A page's class, with what `mixin` does otherwise."""
-    return type(kind.__name__, (mixin, kind), {})
+def choose_linears(architecture, matmul, settings):
+    """The linear layers of a run: in bfloat16 or float32, or, with --dtype fp8, in 8 bits. Allocates nothing."""
+    if not settings.precision.fp8:
+        return Linears(matmul)
+    from llmc.gpu.fp8 import Fp8Linears  # here: few runs need it
+    recomputed = recomputed_inputs(architecture, settings)
+    fuses_gelu = "gelu" in architecture.KERNELS
+    return Fp8Linears(matmul, architecture.READS, recomputed, fuses_gelu, by_layer=settings.gpus > 1)
+
+
+def open_nccl(ranks, settings):
+    """What carries messages between GPUs; None on one. It takes memory."""
+    if ranks.size == 1:
+        return None
+    from llmc.gpu.several.nccl import Nccl  # here: a run on one GPU does not need it
+    return Nccl(ranks, settings.B * settings.T)
+
+
+def choose_messages(ranks, nccl, device, settings, config):
+    """What a step tells other GPUs: on one, nothing."""
+    if ranks.size == 1:
+        return Messages()
+    from llmc.gpu.several.zero import ZeroMessages  # here, too
+    return ZeroMessages(ranks, nccl, device, settings.own_micro_steps, config.L)
 
 
 class Trainer(ForwardPasses):
     """A model in training: its weights, gradients and optimizer on the GPU. Everything is allocated here, once. Each of
     several GPUs computes the gradients of its own micro-batches, and updates its share of the weights."""
 
-    fp8 = None  # in a run of --dtype fp8, an Fp8
-
     def __init__(self, architecture, config, settings, matmul, params, ranks=SINGLE_PROCESS, text=False):
         """architecture: a class like GPT2; params: float32 Tensors on the host; ranks: a Ranks; text: with a Decoder.
         Raises UserError if not everything fits into the GPU's free memory."""
-        optimizer, self.several, self.peers = architecture.Optimizer, None, None
-        if settings.precision.fp8:
-            from llmc.gpu.fp8 import Fp8, Fp8Passes
-            architecture = mixed(Fp8Passes, architecture)
-        if ranks.size > 1:
-            from llmc.gpu.several import zero
-            architecture, optimizer = mixed(zero.SharedPasses, architecture), mixed(zero.SharedUpdate, optimizer)
-            self.peers = zero.Nccl(ranks, settings.B * settings.T)  # takes memory, before check_memory
         super().__init__(architecture, config, settings, matmul)
         self.ranks, self.precision, device = ranks, settings.precision, self.device
-        zeros = self.peers.allocate if self.peers else lambda size: cp.zeros(size, np.uint8)
+        self.linears = choose_linears(architecture, matmul, settings)
+        self.nccl = open_nccl(ranks, settings)
+        self.messages = choose_messages(ranks, self.nccl, device, settings, config)
+        zeros = self.nccl.allocate if self.nccl else lambda size: cp.zeros(size, np.uint8)
         self.plan = check_memory(architecture, config, settings, device, text)
+        optimizer = architecture.Optimizer
         with device.stream:
             tables = [architecture.parameter_table(config, dtype) for dtype in (
                 self.precision.dtype, self.precision.grads)]
@@ -222,17 +239,18 @@ class Trainer(ForwardPasses):
             received = grads = flat(self.grads)
             if ranks.size > 1:
                 received = zeros(self.shares.received_size() * grads.itemsize).view(grads.dtype)  # of all ranks
-            self.optimizer = optimizer(matmul, settings, flat(self.params), received, self.shares, ranks.rank)
+            self.optimizer = optimizer(matmul, settings, flat(self.params), received, self.shares, self.messages)
             copy_weights(device, self.params, params)
             if self.optimizer.master is not None:
                 copy_to_gpu(self.optimizer.master, self.shares.take(flat(params), ranks.rank))
-            self.model = self.make_model(settings.B, settings.T)
+            operands = None
             if self.precision.fp8:
-                recomputed, fuses_gelu = recomputed_inputs(architecture, settings), "gelu" in architecture.KERNELS
-                self.fp8 = self.model.fp8 = Fp8(matmul, self.params, settings.B * settings.T, recomputed, fuses_gelu)
-            if ranks.size > 1:
-                self.several = self.model.several = zero.Several(self, received)
-                self.optimizer.share(self.several)
+                from llmc.gpu.fp8 import allocate_operands
+                recomputed = recomputed_inputs(architecture, settings)
+                operands = allocate_operands(self.params.table, settings.B * settings.T, recomputed)
+            self.linears.start(self.params, operands)
+            self.model = self.make_model(settings.B, settings.T)
+            self.messages.start(self.params, self.grads, received, self.shares, self.optimizer, self.linears)
             self.acts = self.model.training_activations(settings.B, settings.T)
             matmul.allocate(transposed_elements(config, settings))
             self.batch = allocate(batch_table(settings.B, settings.T, settings.own_micro_steps), cp)
@@ -259,14 +277,11 @@ class Trainer(ForwardPasses):
         with self.device.stream:
             self.stage(0, [batch] * settings.own_micro_steps, 0.0)
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
-            if self.fp8:
-                self.fp8.calibrate(self)
-                self.fp8.quantize_weights()
+            self.linears.calibrate(self)
+            self.linears.weights_changed()
             self.model.micro_step(self, 0)
-            if self.fp8:
-                self.fp8.forget()
-            if self.several:
-                self.several.connect()
+            self.linears.forget()
+            self.messages.connect()
             self.device.synchronize()
             if settings.graph:
                 self.graph = self.model.capture(self)
@@ -284,7 +299,8 @@ class Trainer(ForwardPasses):
             else:
                 self.model.train_step(self)
             self.finished[half].record(stream)
-        self.steps_begun, self.weights_behind = number + 1, self.several is not None
+        self.steps_begun = number + 1
+        self.weights_behind = self.ranks.size > 1
         return number
 
     def end_step(self, number):
@@ -294,7 +310,7 @@ class Trainer(ForwardPasses):
         loss, norm, *z = self.reports[half].item()
         seconds = cp.cuda.get_elapsed_time(self.started[half], self.finished[half]) / 1000
         return Update(loss, norm if self.settings.needs_norm else None, seconds, reason_to_skip(self.settings, *z),
-                      z if self.settings.skips_outliers else None, self.fp8 and self.fp8.counts(number))
+                      z if self.settings.skips_outliers else None, self.linears.counts(number))
 
     # -- the same in three calls, from Python: forward, compute_gradients, update_now
 
@@ -304,11 +320,11 @@ class Trainer(ForwardPasses):
         self.stage(0, [(inputs, targets)], 0.0)
         with self.device.stream:
             copy_to_gpu(batch.buffer, self.staged[0].buffer)
-            if self.fp8:
-                self.fp8.calibrate(self)
-                self.fp8.weights_behind = True
+            if self.precision.fp8:
+                self.linears.calibrate(self)
+                self.linears.weights_changed()
                 self.model.trunk(acts, batch.inputs[0])  # again, in 8 bits
-            self.model.classify(acts, batch.targets[0], self.optimizer.loss(0), scale, train=True)
+            self.model.classify(acts, batch.targets[0], self.optimizer.loss_place(0), scale, train=True)
             self.model.backward(acts, sorted_tokens(batch, 0), scale)
 
     def update_now(self, learning_rate):
@@ -324,8 +340,8 @@ class Trainer(ForwardPasses):
     def wait(self, event):
         """Wait for an event of the GPU. Of several GPUs: raises UserError if another rank, or NCCL, fails meanwhile,
         because the GPU would wait for its messages for ever."""
-        while self.peers and cp.cuda.runtime.eventQuery(event.ptr) == NOT_READY:
-            self.peers.check()
+        while self.nccl and cp.cuda.runtime.eventQuery(event.ptr) == NOT_READY:
+            self.nccl.check()
             self.ranks.check()
             time.sleep(0.0002)
         event.synchronize()
@@ -342,7 +358,7 @@ class Trainer(ForwardPasses):
         """Between two updates, complete self.params on every rank. All ranks must call this."""
         if self.weights_behind:
             with self.device.stream as stream:
-                self.several.send_all_weights()
+                self.messages.send_all_weights()
             self.wait(stream.record())
         self.weights_behind = False
 
@@ -351,52 +367,11 @@ class Trainer(ForwardPasses):
         self.device.synchronize()
         self.graph = None  # before the communicator that it has captured
         self.ranks.gather(None)  # from here on, no rank reads another's memory
-        if self.peers:
-            self.peers.close()
-
-    # -- state: between the GPU and the host's checkpoints
+        if self.nccl:
+            self.nccl.close()
 
     def to_host(self, tensors):
         """Copy params or grads or, on one GPU, an array of the optimizer's state to the host, as float32 Tensors."""
         array = flat(tensors) if isinstance(tensors, Tensors) else tensors
         with self.device.stream:
             return views(self.architecture.parameter_table(self.config), to_float32(array).view(np.uint8))
-
-    def params_now(self):
-        """Copy the weights to the host unchanged: bfloat16 bits in a bfloat16 run."""
-        with self.device.stream:
-            return views(self.params.table, self.params.buffer.get())
-
-    def state_now(self, room=False):
-        """Copy this rank's share of the optimizer state to the host; room: only allocate memory for it there, also for
-        the float32 weights of a bfloat16 run."""
-        copy = (lambda array: np.empty(array.size, np.float32)) if room else (lambda array: array.get())
-        with self.device.stream:
-            state = {name: copy(getattr(self.optimizer, name)) for name in self.optimizer.STATE}
-            weights = self.optimizer.m if room and not self.precision.bf16 else self.optimizer.master
-            exact = None if weights is None else copy(weights)
-        if not (room or self.several):
-            return Owned(self.params.table, state, exact)
-        from llmc.gpu.several.zero import OwnedShare  # here: one GPU needs it only to resume
-        return OwnedShare(self.params.table, state, exact, self.shares, self.ranks.rank)
-
-    def set_state(self, owned, has_exact, step, recent):
-        """Continue from a checkpoint. owned: this rank's share; has_exact: whether it has float32 weights; recent: (2,)
-        RECENT. A bfloat16 model keeps its weights: they may be owned.exact rounded stochastically."""
-        with self.device.stream:
-            for name, array in owned.state.items():
-                copy_to_gpu(getattr(self.optimizer, name), array)
-            if has_exact and self.optimizer.master is not None:
-                copy_to_gpu(self.optimizer.master, owned.exact)
-            elif has_exact and not self.precision.bf16:
-                for piece in self.shares.pieces(self.ranks.rank):
-                    copy_to_gpu(flat(self.params)[piece.begin : piece.begin + piece.size],
-                                owned.exact[piece.local : piece.local + piece.size])
-                if self.several:
-                    self.several.send_all_weights()
-            self.optimizer.set_step(step, recent)
-
-    def recent_values(self):
-        """(2,) RECENT: losses and norms of the last updates, or zeros if outliers are not skipped."""
-        with self.device.stream:
-            return self.optimizer.recent.get().view(RECENT)
