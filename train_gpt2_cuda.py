@@ -52,7 +52,7 @@ from llmc.loop import Loop
 from llmc.outliers import RECENT
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, option, with_default
-from llmc.tensors import Row, layer, table_bytes, views
+from llmc.tensors import Row, layer, views
 from train_gpt2 import SIZES, parameter_table, random_model
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -165,11 +165,11 @@ def activation_table(config, B, T, precision, recompute):
     return {name: row for name, row in table.items() if name not in RECOMPUTED[recompute]}
 
 
-def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
+def phase_tables(config, B, T, precision, recompute, device):
     """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
     L, NH, C, Vp, dtype = config.L, config.NH, config.C, config.Vp, precision.dtype
     recomputed = {name: Row((B, T, 4 * C if name == "fch_gelu" else C), dtype) for name in RECOMPUTED[recompute]}
-    rows = partial_rows(B, T, sm_count, geometry)
+    rows = partial_rows(B, T, device)
     return {
         "forward": {
             "branch": Row((B, T, C), dtype),  # attproj or fcproj, until a layernorm adds it to the residual stream
@@ -192,10 +192,11 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
     }
 
 
-def partial_rows(B, T, sm_count, geometry):
+def partial_rows(B, T, device):
     """How many rows of partial sums each kernel leaves."""
+    g = device.geometry
     return SimpleNamespace(
-        layernorm=min(geometry.LAYERNORM_BLOCKS * sm_count, blocks(B * T, geometry.LAYERNORM_ROWS)),
+        layernorm=min(g.LAYERNORM_BLOCKS * device.sm_count, blocks(B * T, g.LAYERNORM_ROWS)),
         gelu=blocks(B * T, MATMUL_ROWS),
         attention=B * blocks(T, ATTENTION_ROWS),
         wte=blocks(2 * B * T, ENCODER_PIECE),  # most where tokens have ENCODER_PIECE + 1 positions: two pieces each
@@ -434,15 +435,13 @@ class AdamW:
             table["sums"] = Row((size,))  # of gradients, the last micro-batch's aside
         return table
 
-    def __init__(self, matmul, settings, params, grads, shares, messages):
-        """params, grads: flat; on several GPUs, grads is what was received; shares: how the ranks divide them."""
+    def __init__(self, matmul, settings, params, grads, state, shares, messages):
+        """params, grads: flat; on several GPUs, grads is what was received; state: {name: array} of `table`, zeros;
+        shares: how the ranks divide the parameters."""
         self.device, self.settings, self.messages = matmul.device, settings, messages
         self.params, self.grads = params, grads
-        table = self.table(settings, shares, messages.rank)
-        state = views(table, cp.zeros(table_bytes(table, ALIGN), np.uint8), ALIGN)
-        self.m, self.v = state.m, state.v
-        self.master, self.sums = getattr(state, "master", None), getattr(state, "sums", None)
-        self.state = state
+        self.m, self.v = state["m"], state["v"]
+        self.master, self.sums = state.get("master"), state.get("sums")
 
         self.chunks, (first, rest, _), count = shares.chunks(messages.rank)
         chunks = cp.asarray(self.chunks.view(np.uint8))
@@ -527,13 +526,13 @@ class GPT2:
         """The angles that rotate queries and keys at T positions, (T,HS/2,2) float32: None, there are none."""
 
     @classmethod
-    def tables(cls, config, settings, B, T, sm_count, geometry):
+    def tables(cls, config, settings, B, T, device):
         """What a pass over (B, T) tokens needs beside the parameters: {what for: {phase: table}}; the tables of one
         entry share their memory."""
         precision, recompute = settings.precision, settings.recompute
         if precision.fp8:  # what matmuls read is kept in 8 bits: in bfloat16, there is one layer's at a time
             recompute = max(cls.RECOMPUTED)
-        phases = cls.phase_tables(config, B, T, precision, recompute, sm_count, geometry)
+        phases = cls.phase_tables(config, B, T, precision, recompute, device)
         return {
             "activations": {"activations": cls.activation_table(config, B, T, precision, recompute)},
             "logits, and in other phases scratch": phases,
@@ -591,7 +590,7 @@ class GPT2:
 
     def make_activations(self, B, T):
         phases = {}
-        tables = self.tables(self.config, self.settings, B, T, self.device.sm_count, self.device.geometry)
+        tables = self.tables(self.config, self.settings, B, T, self.device)
         for what, group in tables.items():
             phases |= {phase: views(table, self.buffers[what], ALIGN) for phase, table in group.items()}
         angles = self.rope(self.config, max(T, self.settings.T))  # a shorter text's are the first rows
@@ -791,7 +790,7 @@ def run(architecture, settings, ranks):
         peak = peak_rate(gpu, ranks.size, settings, loop.config, loop.parameters)
         loop.console.header(f"{describe_gpu(gpu, ranks.size)}, {describe_precision(settings)}", peak)
         trainer = open_trainer(architecture, gpu, loop.config, loop.params, settings, ranks)
-        loop.console.memory(trainer.plan)
+        loop.console.memory([(block.bytes, what) for what, block in trainer.plan.items()])
         loop.start(trainer, TrainerSaver(trainer))
         loop.train_loader.read_ahead(1)
         trainer.prepare(loop.train_loader.ahead[0][0])  # changes no weight

@@ -71,11 +71,11 @@ def activation_table(config, B, T, precision, recompute):
     return {name: row for name, row in table.items() if name not in RECOMPUTED[recompute]}
 
 
-def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
+def phase_tables(config, B, T, precision, recompute, device):
     """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
     L, NH, C, F, dtype = config.L, config.NH, config.C, config.F, precision.dtype
     recomputed = {name: Row((B, T, F if name == "fch_swiglu" else C), dtype) for name in RECOMPUTED[recompute]}
-    rows = partial_rows(B, T, sm_count, geometry)
+    rows = partial_rows(B, T, device)
     return {
         "forward": {"branch": Row((B, T, C), dtype), **recomputed},
         "classifier": {"logits": Row((B, T, config.Vp), dtype)},  # overwritten with their gradient

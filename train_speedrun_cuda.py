@@ -80,16 +80,16 @@ def activation_table(config, B, T, precision, recompute):
     return {name: row for name, row in table.items() if name not in RECOMPUTED[recompute]}
 
 
-def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
+def phase_tables(config, B, T, precision, recompute, device):
     """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
     L, NH, C, dtype = config.L, config.NH, config.C, precision.dtype
-    rows = partial_rows(B, T, sm_count, geometry)
+    rows = partial_rows(B, T, device)
     recomputed = {name: Row((B, T, 4 * C if name == "fch_relu2" else C), dtype) for name in RECOMPUTED[recompute]}
     return {
         "forward": {"branch": Row((B, T, C), dtype), **recomputed},
         "classifier": {
             "logits": Row((B, T, config.Vp), dtype),  # overwritten with their gradient
-            "headb_partials": Row((max(1, sm_count // geometry.CAPPED_SMS), config.Vp)),
+            "headb_partials": Row((max(1, device.sm_count // device.geometry.CAPPED_SMS), config.Vp)),
         },
         "backward": {
             "dfch": Row((B, T, 4 * C), dtype),
@@ -190,11 +190,10 @@ class Muon(AdamW):
             "partials": Row((cls.BLOCKS * max(n for n, _ in own),)),
         }
 
-    def __init__(self, matmul, settings, params, grads, shares, messages):
-        super().__init__(matmul, settings, params, grads, shares, messages)
-        self.u, self.y, self.squares, self.partials = (
-            getattr(self.state, name) for name in ("u", "y", "squares", "partials"))
-        self.x = getattr(self.state, "x", None)
+    def __init__(self, matmul, settings, params, grads, state, shares, messages):
+        super().__init__(matmul, settings, params, grads, state, shares, messages)
+        self.u, self.x, self.y = state["u"], state.get("x"), state["y"]
+        self.squares, self.partials = state["squares"], state["partials"]
         self.cublaslt = matmul.cublaslt or CublasLt(self.device, settings.precision, matmul.stream_workspace)
         self.newton_schulz = newton_schulz_of(settings)
 

@@ -44,7 +44,8 @@ from llmc.errors import UserError, run_main
 from llmc.files import replacing
 from llmc.gpu.decoder import open_decoder
 from llmc.gpu.device import count_gpus, cp, gpu_errors_as_lines, open_gpu
-from llmc.gpu.fp8 import Fp8, allocate_operands
+from llmc.gpu.fp8 import Fp8, operand_table
+from llmc.gpu.memory import Block
 from llmc.gpu.matmul import Linear, Matmul
 from llmc.gpu.precision import Precision, flops_per_token, peak_flops
 from llmc.sampler import Choice
@@ -442,7 +443,8 @@ def bench_matmul(args):
         fp8 = None
         if precision.fp8:
             params = allocate(parameter_table(config, precision.dtype), cp)
-            fp8 = Fp8(matmul, params, allocate_operands(params.table, 16))
+            block = Block({"operands": operand_table(params.table, 16, recomputed=())}, scratch=True)
+            fp8 = Fp8(matmul, params, block.over(block.allocate()))
         for B, (name, *sizes), kind in itertools.product(args.b, weights, ("forward", "dinp", "dweight")):
             if fp8 and name == "attproj":
                 continue

@@ -195,7 +195,7 @@ def run_on_gpu(trainer, inputs, targets):
     """Run the same pass on the GPU, with the matmuls that training would choose; also return its Recorder."""
     device, config, batch, N = trainer.device, trainer.config, trainer.batch, inputs.size
     model, acts = trainer.model, trainer.acts
-    tables = model.tables(config, trainer.settings, *inputs.shape, device.sm_count, device.geometry)
+    tables = model.tables(config, trainer.settings, *inputs.shape, device)
     kept = tables["activations"]["activations"]
     if trainer.precision.fp8:
         trainer.linears.weights_changed()  # a pass of an update, which has lnf in 8 bits

@@ -18,9 +18,10 @@ from conftest import on_stream
 from llmc.gpu.device import copy_to_gpu, to_float32
 from check_gpu import COLUMN_ORDER, ROW_ORDER, decode_e5m2, dlogits_of, natural
 from fp8_reference import LARGEST, decode_e4m3, next_scales, round_e4m3
-from llmc.gpu.fp8 import DLOGITS_SCALE, Fp8, allocate_operands
+from llmc.gpu.fp8 import DLOGITS_SCALE, Fp8, operand_table
 from llmc.gpu.geometry import FP8_HISTORY, blocks, kernel_files
 from llmc.gpu.matmul import Quantized
+from llmc.gpu.memory import Block
 from llmc.gpu.messages import Messages
 from llmc.gpu.precision import Precision
 from llmc.logger import Log
@@ -112,10 +113,15 @@ def fp8(matmul):
     return make_fp8(matmul, 16)
 
 
+def operands_on_gpu(parameters, N):
+    block = Block({"operands": operand_table(parameters, N, recomputed=())}, scratch=True)
+    return block.over(block.allocate())
+
+
 def make_fp8(matmul, N):
     table = cuda.parameter_table(GPT2, "bfloat16")
     params = views(table, matmul.device.upload(np.zeros(sum(row.bytes() for row in table.values()), np.uint8)))
-    return Fp8(matmul, params, allocate_operands(table, N))
+    return Fp8(matmul, params, operands_on_gpu(table, N))
 
 
 def bytes_on_gpu(shape, value=255):

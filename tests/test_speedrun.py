@@ -14,12 +14,12 @@ from check_gpu import dlogits_of
 from conftest import make_model
 from llmc.checkpoint import padded, without_padding, write_model
 from llmc.gpu.device import to_float32
-from llmc.gpu.fp8 import DLOGITS_SCALE, Fp8, allocate_operands
+from llmc.gpu.fp8 import DLOGITS_SCALE, Fp8
 from llmc.gpu.matmul import Linear
 from llmc.gpu.trainer import open_trainer
 from llmc.tensors import allocate, flat, table_bytes, views
 from reference import MuonAndAdamW, muon
-from test_fp8 import FP8, e4m3
+from test_fp8 import FP8, e4m3, operands_on_gpu
 from test_gpt2 import ADAMW_CHECK, need
 from test_kernels import BF16, PRECISIONS, SUMS, assert_close, get_device, get_matmul, on_gpu, random, unwritten
 from test_verdict import instead, is_right
@@ -184,7 +184,7 @@ def test_matmul_with_qknorm(gpu, kind, NH, HS):
         (inp, inp64), (weight, weight64) = e4m3(B * T, C, seed=1), e4m3(3 * C, C, seed=2)
         table, scales = t.parameter_table(config, e), on_gpu(np.float32([8, 16]))
         params = views(table, matmul.device.upload(np.zeros(table_bytes(table), np.uint8)))
-        fp8 = Fp8(matmul, params, allocate_operands(table, 16))
+        fp8 = Fp8(matmul, params, operands_on_gpu(table, 16))
         fp8.multiply_qknorm(qkv.reshape(B * T, -1), rstd, inp, scales[:1], weight, scales[1:], bias_on_gpu, on_gpu_rope,
                             t.SCALE * HS**0.5, t.EPS, T)
         product = inp64 @ weight64.T / 128.0

@@ -27,7 +27,8 @@ from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import cp
 from llmc.errors import UserError
 from llmc.gpu.geometry import check_sizes, launch_geometry
-from llmc.gpu.trainer import RESERVE, Trainer, check_memory, memory_plan, open_trainer
+from llmc.gpu.plan import RESERVE, check_memory, memory_plan
+from llmc.gpu.trainer import Trainer, open_trainer
 from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint
 from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, bf16_bits, flat, views
@@ -377,7 +378,7 @@ def test_recomputation_is_named_where_it_helps(fake_gpu):
 
     def needed(**changed):
         plan = memory_plan(cuda.GPT2, GPT2_124M, dataclasses.replace(settings, **changed), h100)
-        return sum(size for size, _ in plan)
+        return sum(block.bytes for block in plan.values())
 
     def check(free, words, **changed):
         fake_gpu.free = free + RESERVE

@@ -14,10 +14,10 @@ from llmc.errors import UserError
 from llmc.gpu.compiler import KernelFile
 from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, pointer
 from llmc.gpu.geometry import WARP, blocks, check_sizes, kernel_files, launch_geometry, model_constants
-from llmc.gpu.matmul import ALIGN
+from llmc.gpu.memory import Block
 from llmc.gpu.precision import Precision, copy_weights, resolve_dtype
 from llmc.sampler import check_diverged
-from llmc.tensors import Row, allocate, layer, table_bytes, views
+from llmc.tensors import Row, allocate, layer
 
 # ----------------------------------------------------------------------------------------------------------------------
 # files and their geometry
@@ -257,19 +257,21 @@ class Decoder:
 
     AHEAD = 3  # steps in flight while the host waits for one
 
-    def __init__(self, architecture, device, config, params, precision, B, T):
-        """Allocate for B sequences of at most T positions. params: on the GPU; device: with decode_files' kernels."""
+    def __init__(self, architecture, device, config, params, tensors, B, T):
+        """For B sequences of at most T positions. params: Tensors on the GPU; tensors: Decoder.table's, zeroed; device:
+        with decode_files' kernels."""
         self.device, self.config, self.params = device, config, with_optional(params)
         self.B, self.T = B, T
         for name, function in device.functions.items():
             if name.startswith("decode"):  # the same for all: otherwise two kernels cannot share a multiprocessor
                 function.preferred_shared_memory_carveout = 100
+        self.acts = tensors
+        self.cache = SimpleNamespace(keys=tensors.keys, values=tensors.values)  # (L,B,NKV,T,HS)
         with device.stream:
-            self.cache, self.acts = (views(table, cp.zeros(table_bytes(table, ALIGN), np.uint8), ALIGN)
-                                     for table in self.tables(architecture, config, precision, B, T, device.geometry))
             angles = architecture.rope(config, T)
             self.rope = None if angles is None else cp.asarray(angles)
-        self.layers = [(with_optional(layer(params, l)), layer(self.cache, l)) for l in range(config.L)]
+        caches = [SimpleNamespace(keys=tensors.keys[l], values=tensors.values[l]) for l in range(config.L)]
+        self.layers = [(with_optional(layer(params, l)), cache) for l, cache in enumerate(caches)]
         ring = self.AHEAD + 1
         self.drawn = pinned_array(4 * ring * B).view(np.int32).reshape(ring, B)
         self.logprobs = pinned_array(4 * ring * B).view(np.float32).reshape(ring, B)
@@ -277,11 +279,13 @@ class Decoder:
         self.graph = None
 
     @staticmethod
-    def tables(architecture, config, precision, B, T, geometry):
-        """What is allocated: the KV cache, and what the passes need."""
+    def table(architecture, config, precision, B, T, geometry):
+        """name -> Row of the KV cache, and of what the passes need."""
         N, NH, HS = max(B, PROMPT_ROWS), config.NH, config.HS
         kept = Row((config.L, B, config.NKV, T, HS), precision.dtype, stacked=True)
-        return {"keys": kept, "values": kept}, {
+        return {
+            "keys": kept,
+            "values": kept,
             "tokens": Row((N,), "int32"),
             **decode_table(architecture, config, N, precision.dtype),
             "parts": Row((N, NH, blocks(T, geometry.DECODE_SPLIT), HS + 4)),  # of attention, for each split
@@ -378,4 +382,6 @@ def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):
     with device.stream:
         on_gpu = allocate(architecture.parameter_table(config, precision.dtype), cp)
         copy_weights(device, on_gpu, params)
-    return Decoder(architecture, device, config, on_gpu, precision, B, T)
+        text = Block({"text": Decoder.table(architecture, config, precision, B, T, geometry)})
+        tensors = text.over(text.allocate())
+    return Decoder(architecture, device, config, on_gpu, tensors, B, T)

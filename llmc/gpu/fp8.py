@@ -19,8 +19,8 @@ import numpy as np
 
 from llmc.gpu.device import copy_to_gpu, cp, pinned_array, pointer
 from llmc.gpu.geometry import FP8_HISTORY, blocks
-from llmc.gpu.matmul import ALIGN, WORKSPACE, Linears, Quantized, rows
-from llmc.tensors import Row, allocate, table_bytes, views
+from llmc.gpu.matmul import WORKSPACE, Linears, Quantized, rows
+from llmc.tensors import Row, allocate
 
 LINEARS = ("qkv", "fc", "fcproj")  # layers with FP8 operands; attproj is a twelfth of the work of GPT-2's
 ROLES = ("inp", "weight", "dout")  # their operands, with a scale each
@@ -44,12 +44,6 @@ def operand_table(parameters, N, recomputed):
         if name != "logits":  # whose gradient takes the place of the logits
             table |= {f"{name}_dout": Row((N, OC), "uint8")}
     return table | {"inp": Row((N, shapes["qkv"][2]), "uint8")}  # of the matmul at hand, but for fcproj's
-
-
-def allocate_operands(parameters, N, recomputed=()):
-    """Tensors of operand_table on the GPU, which are written before they are read."""
-    table = operand_table(parameters, N, recomputed)
-    return views(table, cp.empty(table_bytes(table, ALIGN), np.uint8), ALIGN)
 
 
 def scale_table(L):

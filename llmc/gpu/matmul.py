@@ -7,6 +7,7 @@ from typing import NamedTuple
 from llmc.gpu.cublaslt import WORKSPACE, CublasLt
 from llmc.gpu.device import cp
 from llmc.gpu.geometry import blocks, hopper_matmul
+from llmc.tensors import Row, table_bytes, views
 
 ALIGN = 256  # bytes, of tensors; cuBLASLt's fastest algorithms ask for it
 
@@ -174,6 +175,12 @@ class Linears:
         return True
 
 
+def workspace_table(elements):
+    """name -> Row: scratch of matmuls on the main stream, and on the side stream; and cublaslt_transposed's."""
+    table = {"workspace": Row((2, WORKSPACE), "uint8")}
+    return table | {"transposed": Row((elements,))} if elements else table
+
+
 class Matmul:
     """Selects the kernel for a matmul. library "auto": in bfloat16 on Hopper, our kernels compute outputs and gradients
     of inputs whose width is a multiple of a tile's, and whatever is fused with GELU or SwiGLU; all else is cuBLASLt's
@@ -186,9 +193,15 @@ class Matmul:
         self.kernels = MatmulKernels(device) if ours else None
         self.cublaslt = CublasLt(device, precision, self.stream_workspace) if library != "kernels" else None
 
+    def start(self, workspaces):
+        """workspaces: Tensors of workspace_table on the GPU."""
+        self.workspace = workspaces.workspace
+        self.transposed = getattr(workspaces, "transposed", None)
+
     def allocate(self, elements=0):
-        """Allocate the workspaces, one for the main stream, one for the side stream, and cublaslt_transposed's."""
-        self.workspace, self.transposed = cp.empty((2, WORKSPACE), "uint8"), cp.empty(elements, "float32")
+        """Allocate the workspaces, outside of a trainer's plan."""
+        table = workspace_table(elements)
+        self.start(views(table, cp.empty(table_bytes(table), "uint8")))
 
     def stream_workspace(self):
         """The workspace of the current stream."""

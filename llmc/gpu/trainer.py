@@ -1,32 +1,30 @@
-"""What surrounds a training step on a GPU: buffers and whether they fit, batches in pinned memory, reports, copies of
-the state.
+"""What surrounds a training step on a GPU: opening the model there, batches in pinned memory, the step's graph,
+reports.
 
-It knows parameters, gradients and steps, but no layer. Of an architecture, a class like GPT2 of train_gpt2_cuda.py, it
-uses KERNELS, READS, RECOMPUTED, parameter_table, tables, Optimizer, resolve_auto and what decoder.py asks for; of its
-instances, activations (among them `losses`), training_activations, trunk, classify, backward, micro_step, train_step,
-update and capture.
+Of an architecture, a class like GPT2 of train_gpt2_cuda.py, it uses KERNELS, READS, RECOMPUTED,
+parameter_table, tables, Optimizer, resolve_auto and what decoder.py asks for; of its instances, activations
+(among them `losses`), training_activations, trunk, classify, backward, micro_step, train_step, update and
+capture.
 """
 
-import bisect
-import dataclasses
 import time
 from types import SimpleNamespace
 
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.gpu.batch import batch_table, sort_tokens, sorted_tokens
-from llmc.gpu.cublaslt import WORKSPACE
+from llmc.gpu.batch import sort_tokens, sorted_tokens
 from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, to_float32
 from llmc.gpu.geometry import check_sizes, kernel_files, launch_geometry
-from llmc.gpu.matmul import ALIGN, Linears, Matmul
+from llmc.gpu.matmul import Linears, Matmul
+from llmc.gpu.memory import Block, allocate_plan
 from llmc.gpu.messages import Messages
+from llmc.gpu.plan import check_memory, recomputed_inputs, shares_of, state_name
 from llmc.gpu.precision import copy_weights
-from llmc.gpu.shares import Shares
 from llmc.loop import Update, check_update
 from llmc.outliers import reason_to_skip
 from llmc.single_process import SINGLE_PROCESS
-from llmc.tensors import Row, Tensors, allocate, flat, table_bytes, views
+from llmc.tensors import Tensors, allocate, flat, views
 
 NOT_READY = 600  # cudaErrorNotReady
 
@@ -62,91 +60,21 @@ def open_trainer(architecture, gpu, config, params, settings, ranks=SINGLE_PROCE
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# what a trainer allocates on the GPU, and whether it fits
-
-RESERVE = 256 << 20  # bytes kept free: for cuBLASLt's kernels, NCCL's buffers, the graph, small tables, rounding up
-
-
-def group_bytes(group):
-    """Bytes of the largest of the tables that share a buffer."""
-    return max(table_bytes(table, ALIGN) for table in group.values())
-
-
-def memory_plan(architecture, config, settings, device, text=False):
-    """What the trainer allocates: [(bytes, what for)]. text: a Decoder, too."""
-    B, T, precision, ranks = settings.B, settings.T, settings.precision, settings.gpus
-    shares = Shares(architecture.parameter_table(config), ranks)
-    state = architecture.Optimizer.table(settings, shares, ranks - 1)
-    tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
-    if precision.fp8:
-        from llmc.gpu.fp8 import operand_table
-        operands = operand_table(shares.table, B * T, recomputed_inputs(architecture, settings))
-        tables["operands in 8 bits"] = {"all": operands}
-    decoder = ()
-    if text:
-        from llmc.gpu.decoder import Decoder
-        decoder = Decoder.tables(architecture, config, precision, 1, T, device.geometry)
-    return [
-        (table_bytes(architecture.parameter_table(config, precision.dtype)), "parameters"),
-        (table_bytes(architecture.parameter_table(config, precision.grads)), "gradients"),
-        *([(Row((shares.received_size(),), precision.grads).bytes(), "gradients of all ranks")] if ranks > 1 else []),
-        *((row.bytes(ALIGN), f"{architecture.Optimizer.__name__}'s {name}") for name, row in state.items()),
-        *((group_bytes(group), what) for what, group in tables.items()),
-        *([(sum(table_bytes(table, ALIGN) for table in decoder), "text")] if text else []),
-        (2 * WORKSPACE + 4 * transposed_elements(config, settings), "matmul workspaces"),
-        (table_bytes(batch_table(B, T, settings.own_micro_steps)) + (64 << 10), "the batch"),
-    ]
-
-
-def transposed_elements(config, settings):
-    """Elements of the scratch of Matmul.cublaslt_transposed, which float32 needs."""
-    return 0 if settings.precision.bf16 else settings.B * settings.T * config.C
-
-
-def recomputed_inputs(architecture, settings):
-    """The linear layers with FP8 operands whose input the backward pass recomputes."""
-    return [name for name, row in architecture.READS.items() if row in architecture.RECOMPUTED[settings.recompute]]
-
-
-def check_memory(architecture, config, settings, device, text=False):
-    """Return the memory_plan. If it does not fit, raise UserError: memory needed, memory free, what would fit."""
-
-    def needed(**changed):
-        plan = memory_plan(architecture, config, dataclasses.replace(settings, **changed), device, text)
-        return sum(size for size, _ in plan)
-
-    free = cp.cuda.runtime.memGetInfo()[0] - RESERVE
-    if needed() > free:
-        batches = [B for B in range(1, min(settings.B, 1 << 16))  # smaller ones that -d allows
-                   if settings.total_batch_size % (B * settings.T * settings.gpus) == 0]
-        fits = bisect.bisect_left(batches, True, key=lambda B: needed(B=B) > free)
-        hint = f"not even -b {min(batches, default=settings.B)} fits: take a smaller -t or model"
-        if fits:
-            hint = f"the largest batch that fits is -b {batches[fits - 1]}"
-        if needed(recompute=2) <= free:
-            hint += ", or pass --recompute 2"
-        raise UserError(f"-b {settings.B} -t {settings.T} needs {needed() + RESERVE >> 20} MiB of GPU memory,"
-                        f" {free + RESERVE >> 20} MiB are free; {hint}")
-    return memory_plan(architecture, config, settings, device, text)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # forward passes, and training
 
 
 class ForwardPasses:
-    """What a Trainer and an Evaluator share: forward passes over the host's batches. They set params, model, batch."""
-
-    grads = None
+    """What a Trainer and an Evaluator share: forward passes over the host's batches. They set params, grads, linears,
+    messages, model and batch."""
 
     def __init__(self, architecture, config, settings, matmul):
         self.architecture, self.config, self.settings = architecture, config, settings
         self.device, self.matmul = matmul.device, matmul
+        with self.device.stream:
+            self.loss = cp.zeros(1, np.float32)  # of an evaluation
 
-    def make_model(self, B, T):
-        self.loss = cp.zeros(1, np.float32)  # of an evaluation
-        tables = self.architecture.tables(self.config, self.settings, B, T, self.device.sm_count, self.device.geometry)
-        buffers = {what: cp.empty(group_bytes(group), np.uint8) for what, group in tables.items()}
+    def make_model(self, buffers):
+        """buffers: bytes for each entry of the architecture's tables."""
         return self.architecture(self.config, self.settings, self.linears, self.messages, self.params, self.grads,
                                  buffers)
 
@@ -172,11 +100,14 @@ class Evaluator(ForwardPasses):
     """A model on this GPU for forward passes alone: weights and activations, in float32, with TF32 matmuls where the
     GPU has them. B and T are set by allocate_activations."""
 
+    grads = None
+
     def __init__(self, architecture, gpu, config, params):
         settings = architecture.resolve_auto(architecture.Settings(dtype="float32"), gpu.arch)
         _, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul)
         super().__init__(architecture, config, settings, matmul)
         self.linears, self.messages = Linears(matmul), Messages()
+
         with self.device.stream:
             self.params = allocate(architecture.parameter_table(config), cp)
             copy_weights(self.device, self.params, params)
@@ -184,8 +115,10 @@ class Evaluator(ForwardPasses):
 
     def allocate_activations(self, B, T):
         """Make room for forward passes over (B, T) tokens, or fewer."""
+        tables = self.architecture.tables(self.config, self.settings, B, T, self.device)
         with self.device.stream:
-            self.model = self.make_model(B, T)
+            self.model = self.make_model(allocate_plan({what: Block(group, scratch=True)
+                                                        for what, group in tables.items()}))
             self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32), targets=cp.empty(B * T, np.int32))
 
 
@@ -223,48 +156,59 @@ class Trainer(ForwardPasses):
         """architecture: a class like GPT2; params: float32 Tensors on the host; ranks: a Ranks; text: with a Decoder.
         Raises UserError if not everything fits into the GPU's free memory."""
         super().__init__(architecture, config, settings, matmul)
-        self.ranks, self.precision, device = ranks, settings.precision, self.device
+        self.ranks, self.precision = ranks, settings.precision
         self.linears = choose_linears(architecture, matmul, settings)
         self.nccl = open_nccl(ranks, settings)
-        self.messages = choose_messages(ranks, self.nccl, device, settings, config)
-        zeros = self.nccl.allocate if self.nccl else lambda size: cp.zeros(size, np.uint8)
-        self.plan = check_memory(architecture, config, settings, device, text)
-        optimizer = architecture.Optimizer
-        with device.stream:
-            tables = [architecture.parameter_table(config, dtype) for dtype in (
-                self.precision.dtype, self.precision.grads)]
-            self.params, self.grads = (views(table, zeros(table_bytes(table))) for table in tables)
-            self.shares = Shares(self.params.table, ranks.size, optimizer.DECAY * settings.weight_decay,
-                                 settings.decay == "all", rates=optimizer.RATES)
-            received = grads = flat(self.grads)
-            if ranks.size > 1:
-                received = zeros(self.shares.received_size() * grads.itemsize).view(grads.dtype)  # of all ranks
-            self.optimizer = optimizer(matmul, settings, flat(self.params), received, self.shares, self.messages)
-            copy_weights(device, self.params, params)
-            if self.optimizer.master is not None:
-                copy_to_gpu(self.optimizer.master, self.shares.take(flat(params), ranks.rank))
-            operands = None
-            if self.precision.fp8:
-                from llmc.gpu.fp8 import allocate_operands
-                recomputed = recomputed_inputs(architecture, settings)
-                operands = allocate_operands(self.params.table, settings.B * settings.T, recomputed)
-            self.linears.start(self.params, operands)
-            self.model = self.make_model(settings.B, settings.T)
-            self.messages.start(self.params, self.grads, received, self.shares, self.optimizer, self.linears)
-            self.acts = self.model.training_activations(settings.B, settings.T)
-            matmul.allocate(transposed_elements(config, settings))
-            self.batch = allocate(batch_table(settings.B, settings.T, settings.own_micro_steps), cp)
-        if text:
-            from llmc.gpu.decoder import Decoder
-            self.decoder = Decoder(architecture, device, config, self.params, self.precision, 1, settings.T)
+        self.messages = choose_messages(ranks, self.nccl, self.device, settings, config)
 
-        # Pinned memory has two halves: the host fills one while the GPU runs the step of the other.
+        self.plan = check_memory(architecture, config, settings, self.device, text, ranks.rank)
+        with self.device.stream:
+            self.buffers = allocate_plan(self.plan, self.nccl)
+            self.start(params)
+        if text:
+            from llmc.gpu.decoder import Decoder  # here: only runs that draw text need it
+            self.decoder = Decoder(architecture, self.device, config, self.params, self.tensors("text"), 1, settings.T)
+        self.pin()
+
+        self.steps_begun, self.graph = 0, None
+        self.weights_behind = False  # other ranks have updated weights that have not arrived here
+
+    def tensors(self, what):
+        """Of an entry of the plan."""
+        return self.plan[what].over(self.buffers[what])
+
+    def start(self, params):
+        """Give each object its part of the memory, and the weights their values."""
+        architecture, settings = self.architecture, self.settings
+        self.params, self.grads = self.tensors("parameters"), self.tensors("gradients")
+        received = flat(self.grads)
+        if self.ranks.size > 1:
+            received = self.tensors("gradients of all ranks").received
+
+        self.shares = shares_of(architecture, self.config, settings)
+        state = {name: getattr(self.tensors(state_name(architecture, name)), name)
+                 for name in architecture.Optimizer.table(settings, self.shares, self.ranks.rank)}
+        self.optimizer = architecture.Optimizer(self.matmul, settings, flat(self.params), received, state, self.shares,
+                                                self.messages)
+        copy_weights(self.device, self.params, params)
+        if self.optimizer.master is not None:
+            copy_to_gpu(self.optimizer.master, self.shares.take(flat(params), self.ranks.rank))
+
+        self.matmul.start(self.tensors("matmul workspaces"))
+        self.linears.start(self.params, self.tensors("operands in 8 bits") if self.precision.fp8 else None)
+        self.messages.start(self.params, self.grads, received, self.shares, self.optimizer, self.linears)
+        self.model = self.make_model(self.buffers)
+        self.acts = self.model.training_activations(settings.B, settings.T)
+        self.batch = self.tensors("the batch")
+
+    def pin(self):
+        """Pinned memory for batches and reports has two halves: the host fills one while the GPU runs the step of the
+        other."""
         self.pinned = pinned_array(2 * self.batch.buffer.nbytes)
         self.staged = [views(self.batch.table, half) for half in self.pinned.reshape(2, -1)]
         self.reports = pinned_array(2 * self.optimizer.REPORT.itemsize).view(self.optimizer.REPORT)
-        self.started, self.finished = [cp.cuda.Event() for _ in range(2)], [cp.cuda.Event() for _ in range(2)]
-        self.steps_begun, self.graph = 0, None
-        self.weights_behind = False  # other ranks have updated weights that have not arrived here
+        self.started = [cp.cuda.Event() for _ in range(2)]
+        self.finished = [cp.cuda.Event() for _ in range(2)]
 
     # -- an update: prepare, once; then begin_step and end_step
 
