@@ -194,7 +194,7 @@ def update(model, path, settings, recorder):
     it moves weights: of a matrix, where the rows and columns that have the largest moves cross. The moments are those
     of a run's newest checkpoint, if there are; else it is a first update."""
     optimizer, step, add = model.optimizer, 0, recorder.numbers.add
-    rates, others = getattr(optimizer, "RATES", {}), getattr(optimizer, "MATRICES", ())
+    table = model.params.table
     if steps := complete_checkpoints(path):
         try:
             step = read_optimizer_state(checkpoint_paths(path, steps[-1])[1], owned_by_one(optimizer))[0].step
@@ -209,10 +209,10 @@ def update(model, path, settings, recorder):
         move, m, v = (x[np.ix_(*whole)] for x in found)
         number = recorder.describe(move, name=name, layer=l, kind="move", by=len(recorder.calls), arg="move",
                                    at=add(move), shape=move.shape, whole=[x.tolist() for x in whole])
-        sizes = dict(rate=settings.learning_rate * rates.get(name, 1.0), m=add(m), v=add(v))
-        recorder.calls.append(dict(f=UPDATES[name in others], ins={}, outs=dict(move=number), sizes=sizes))
+        sizes = dict(rate=settings.learning_rate * table[name].rate, m=add(m), v=add(v))
+        recorder.calls.append(dict(f=UPDATES[table[name].matrices > 0], ins={}, outs=dict(move=number), sizes=sizes))
     lengths = np.linalg.norm(moved.wte, axis=1)
-    decay = settings.weight_decay * getattr(optimizer, "DECAY", 1.0) if settings.decay == "all" else 0.0
+    decay = settings.weight_decay * table["wte"].decay if settings.decay == "all" else 0.0
     return dict({name: getattr(settings, name) for name in ("learning_rate", "beta1", "beta2", "eps")}, step=step + 1,
                 weight_decay=decay, optimizer=type(optimizer).__name__,
                 embeddings=[[int(id), float(lengths[id])] for id in largest(lengths, 12)])

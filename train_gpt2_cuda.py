@@ -39,8 +39,8 @@ from llmc.errors import UserError, run_main
 from llmc.files import locked
 from llmc.gpu.batch import sorted_tokens
 from llmc.gpu.device import copy_to_gpu, cp, describe_gpu, open_gpu, pointer
-from llmc.gpu.geometry import (ATTENTION_ROWS, BLOCK_THREADS, ENCODER_PIECE, MATMUL_ROWS, ROW_GROUPS, WARP, blocks,
-                               hopper_matmul, pack)
+from llmc.gpu.geometry import (ATTENTION_ROWS, BLOCK_THREADS, ENCODER_PIECE, MATMUL_ROWS, ROW_GROUPS, WARP, Has,
+                               blocks, hopper_matmul, pack)
 from llmc.gpu.launcher import on_ranks
 from llmc.gpu.matmul import ALIGN, Quantized
 from llmc.gpu.messages import REST
@@ -136,7 +136,7 @@ def resolve_auto(settings, arch):
 # layout: the tables of activations
 
 RECOMPUTED = {0: (), 1: ("fch_gelu",), 2: ("fch_gelu", "ln1", "ln2")}  # rows that hold one layer at a time
-READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_gelu", "logits": "lnf"}  # fp8.py's matmuls -> their inputs
+INPUTS = {"qkv": "ln1", "attproj": "atty", "fc": "ln2", "fcproj": "fch_gelu", "logits": "lnf"}  # of linear layers
 
 
 def activation_table(config, B, T, precision, recompute):
@@ -208,6 +208,21 @@ def gradient_table(config, B, T, precision):
     return {
         "dresidual": Row((B, T, config.C), precision.dtype),  # of the residual stream, all through the backward pass
         "dbranch": Row((B, T, config.C), precision.dtype),  # of a layernorm's or the attention's output
+    }
+
+
+def one_layer_at_a_time(settings, recomputed):
+    """The key of RECOMPUTED for the tables: in FP8, what matmuls read is kept in 8 bits, so that there is one layer's
+    at a time in bfloat16."""
+    return max(recomputed) if settings.precision.fp8 else settings.recompute
+
+
+def pass_tables(activations, phases, gradients):
+    """{what for: {phase: table}}; the tables of one entry share their memory."""
+    return {
+        "activations": {"activations": activations},
+        "logits, and in other phases scratch": phases,
+        "gradients between layers": {"gradients": gradients},
     }
 
 
@@ -422,7 +437,6 @@ class AdamW:
 
     STATE = train_gpt2.AdamW.STATE  # order in a state file; then `master`
     REPORT = np.dtype([("loss", "f4"), ("norm", "f4"), ("loss_z", "f4"), ("norm_z", "f4")])
-    RATES, DECAY = {}, 1.0  # tensor -> factor of the learning rate, if not 1; of the weight decay
 
     @staticmethod
     def table(settings, shares, rank):
@@ -512,32 +526,34 @@ class GPT2:
     """The architecture: what a forward and a backward pass compute, on buffers that a Trainer allocates. Smaller
     batches and shorter sequences use the start of the same buffers."""
 
-    TITLE, MAGIC, Config, Settings = train_gpt2.GPT2.TITLE, train_gpt2.GPT2.MAGIC, train_gpt2.Config, CudaSettings
-    KERNELS = ("encoder", "layernorm", "attention", "gelu", "matmul", "classifier", "transpose", "column_sums",
-               "update")  # of geometry.py, which names their files
-    READS, RECOMPUTED, Optimizer = READS, RECOMPUTED, AdamW
-    CONSTANTS = {}  # for the compiler, beside a model's sizes
-    SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
-    activation_table, phase_tables = staticmethod(activation_table), staticmethod(phase_tables)
+    TITLE = train_gpt2.GPT2.TITLE
+    MAGIC = train_gpt2.GPT2.MAGIC
+    Config = train_gpt2.Config
+    Settings = CudaSettings
+    Optimizer = AdamW
+    SIZES = SIZES
+    INPUTS = INPUTS
+    RECOMPUTED = RECOMPUTED
+
+    # declared for those that compile kernels, and for text
+    HAS = Has(norm="layernorm", activation="gelu")
+    LAYERS = "encoder", "layernorm", "attention", "gelu", "matmul", "classifier", "transpose", "column_sums", "update"
+    CONSTANTS = {}  # -D name=value, beside a model's sizes
+
+    parameter_table = staticmethod(parameter_table)
+    random_model = staticmethod(random_model)
     resolve_auto = staticmethod(resolve_auto)
 
     @staticmethod
     def rope(config, T):
         """The angles that rotate queries and keys at T positions, (T,HS/2,2) float32: None, there are none."""
 
-    @classmethod
-    def tables(cls, config, settings, B, T, device):
-        """What a pass over (B, T) tokens needs beside the parameters: {what for: {phase: table}}; the tables of one
-        entry share their memory."""
-        precision, recompute = settings.precision, settings.recompute
-        if precision.fp8:  # what matmuls read is kept in 8 bits: in bfloat16, there is one layer's at a time
-            recompute = max(cls.RECOMPUTED)
-        phases = cls.phase_tables(config, B, T, precision, recompute, device)
-        return {
-            "activations": {"activations": cls.activation_table(config, B, T, precision, recompute)},
-            "logits, and in other phases scratch": phases,
-            "gradients between layers": {"gradients": gradient_table(config, B, T, precision)},
-        }
+    @staticmethod
+    def tables(config, settings, B, T, device):
+        """What a pass over (B, T) tokens needs beside the parameters: pass_tables."""
+        sizes = config, B, T, settings.precision, one_layer_at_a_time(settings, RECOMPUTED)
+        return pass_tables(activation_table(*sizes), phase_tables(*sizes, device),
+                           gradient_table(config, B, T, settings.precision))
 
     def __init__(self, config, settings, linears, messages, params, grads, buffers):
         """linears: a Linears; messages: a Messages, which does what other GPUs need; params, grads (None: there is no

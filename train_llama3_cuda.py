@@ -20,12 +20,13 @@ import numpy as np
 
 import train_llama3
 from llmc.errors import run_main
-from llmc.gpu.geometry import BLOCK_THREADS, blocks, pack
+from llmc.gpu.geometry import BLOCK_THREADS, Has, blocks, pack
 from llmc.gpu.messages import REST
 from llmc.settings import with_default
 from llmc.tensors import Row
 from train_gpt2_cuda import (GPT2, CudaSettings, attention_backward, attention_forward, column_sums,
-                             encoder_backward, encoder_forward, launch_norm, main, partial_rows)
+                             encoder_backward, encoder_forward, gradient_table, launch_norm, main,
+                             one_layer_at_a_time, partial_rows, pass_tables)
 from train_llama3 import SIZES, LlamaSettings, parameter_table, random_model, rope_table
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -45,7 +46,7 @@ class LlamaCudaSettings(CudaSettings):
 # layout: the tables of activations
 
 RECOMPUTED = {0: (), 1: ("fch_swiglu",), 2: ("fch_swiglu", "ln1", "ln2")}  # rows that hold one layer at a time
-READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_swiglu", "logits": "lnf"}  # as GPT-2's
+INPUTS = {"qkv": "ln1", "attproj": "atty", "fc": "ln2", "fcproj": "fch_swiglu", "logits": "lnf"}  # of linear layers
 
 
 def activation_table(config, B, T, precision, recompute):
@@ -172,12 +173,26 @@ def swiglu_backward(device, dinp, out, inp, dout, N, F):
 class Llama3(GPT2):
     """The architecture; the classifier, buffers and views are GPT-2's."""
 
-    TITLE, MAGIC, Config, Settings = "Llama 3", train_llama3.Llama3.MAGIC, train_llama3.Config, LlamaCudaSettings
-    KERNELS = ("encoder", "rmsnorm", "rope", "attention", "swiglu", "matmul", "matmul_swiglu", "classifier",
-               "transpose", "column_sums", "update")
-    READS, RECOMPUTED = READS, RECOMPUTED
-    SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
-    activation_table, phase_tables = staticmethod(activation_table), staticmethod(phase_tables)
+    TITLE = train_llama3.Llama3.TITLE
+    MAGIC = train_llama3.Llama3.MAGIC
+    Config = train_llama3.Config
+    Settings = LlamaCudaSettings
+    SIZES = SIZES
+    INPUTS = INPUTS
+    RECOMPUTED = RECOMPUTED
+
+    HAS = Has(norm="rmsnorm", rope=True, activation="swiglu")
+    LAYERS = ("encoder", "rmsnorm", "rope", "attention", "swiglu", "matmul", "matmul_swiglu", "classifier",
+              "transpose", "column_sums", "update")
+
+    parameter_table = staticmethod(parameter_table)
+    random_model = staticmethod(random_model)
+
+    @staticmethod
+    def tables(config, settings, B, T, device):
+        sizes = config, B, T, settings.precision, one_layer_at_a_time(settings, RECOMPUTED)
+        return pass_tables(activation_table(*sizes), phase_tables(*sizes, device),
+                           gradient_table(config, B, T, settings.precision))
 
     @staticmethod
     def rope(config, T):

@@ -23,14 +23,15 @@ import train_gpt2_cuda
 import train_speedrun
 from llmc.errors import run_main
 from llmc.gpu.cublaslt import CublasLt
-from llmc.gpu.geometry import BLOCK_THREADS, ROW_GROUPS, WARP, blocks, pack
+from llmc.gpu.geometry import BLOCK_THREADS, ROW_GROUPS, WARP, Has, blocks, pack
 from llmc.gpu.messages import REST
 from llmc.gpu.shares import CHUNKS
 from llmc.settings import with_default
 from llmc.tensors import Row
 from train_gpt2_cuda import (GPT2, AdamW, CudaSettings, attention_backward, attention_forward, column_sums,
-                             encoder_backward, encoder_forward, loss_mean, main, matmul_gelu_backward_inp,
-                             matmul_gelu_forward, partial_rows)
+                             encoder_backward, encoder_forward, gradient_table, loss_mean, main,
+                             matmul_gelu_backward_inp, matmul_gelu_forward, one_layer_at_a_time, partial_rows,
+                             pass_tables)
 from train_llama3_cuda import residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward
 from train_speedrun import (CAP, EPS, SCALE, SIZES, MuonSettings, SpeedrunSettings, newton_schulz_of, parameter_table,
                             random_model, rope_table)
@@ -51,7 +52,7 @@ class SpeedrunCudaSettings(MuonSettings, CudaSettings):
 
 # rows that hold one layer at a time; 3: in FP8, which keeps all layers' in 8 bits
 RECOMPUTED = {0: (), 1: (), 2: ("ln1", "ln2"), 3: ("ln1", "ln2", "fch_relu2")}
-READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_relu2", "logits": "lnf"}  # as GPT-2's
+INPUTS = {"qkv": "ln1", "attproj": "atty", "fc": "ln2", "fcproj": "fch_relu2", "logits": "lnf"}  # of linear layers
 
 
 def activation_table(config, B, T, precision, recompute):
@@ -162,17 +163,16 @@ class Muon(AdamW):
     """Muon for the layers' matrices; AdamW, the base class, for the rest. Of several GPUs, each has a share of momentum
     and float32 weights, and orthogonalizes some matrices, which are sent to it whole."""
 
-    MATRICES, MOMENTUM = train_speedrun.Muon.MATRICES, train_speedrun.Muon.MOMENTUM
-    RATES, DECAY = train_speedrun.Muon.RATES, train_speedrun.Muon.DECAY
+    MOMENTUM = train_speedrun.Muon.MOMENTUM
     BLOCKS = 32  # for a matrix, in muon_squares
 
-    @classmethod
-    def stacks(cls, table):
+    @staticmethod
+    def stacks(table):
         begin, found = 0, []
-        for name, row in table.items():
-            if parts := cls.MATRICES.get(name):
+        for row in table.values():
+            if row.matrices:
                 L, OC, C = row.shape
-                found.append(Stack(begin, L * parts, OC // parts, C))
+                found.append(Stack(begin, L * row.matrices, OC // row.matrices, C))
             begin += row.size
         return found
 
@@ -254,14 +254,29 @@ class Muon(AdamW):
 class Speedrun(GPT2):
     """The architecture; loss, buffers and views are GPT-2's."""
 
-    TITLE, MAGIC, Config = train_speedrun.Speedrun.TITLE, train_speedrun.Speedrun.MAGIC, train_speedrun.Config
-    KERNELS = ("encoder", "rmsnorm", "qknorm", "attention", "gelu", "matmul", "classifier", "logits_bias", "transpose",
-               "column_sums", "update", "muon")
+    TITLE = train_speedrun.Speedrun.TITLE
+    MAGIC = train_speedrun.Speedrun.MAGIC
+    Config = train_speedrun.Config
+    Settings = SpeedrunCudaSettings
+    Optimizer = Muon
+    SIZES = SIZES
+    INPUTS = INPUTS
+    RECOMPUTED = RECOMPUTED
+
+    HAS = Has(norm="rmsnorm", rope=True, qknorm=True, activation="relu2", capped=True)
+    LAYERS = ("encoder", "rmsnorm", "qknorm", "attention", "gelu", "matmul", "classifier", "logits_bias", "transpose",
+              "column_sums", "update", "muon")
     CONSTANTS = {"MODEL_RELU2": 1, "MODEL_BIASES": 1, "MODEL_CAP": f"{CAP}f", "MODEL_QK_SCALE": f"{SCALE}f",
                  "MODEL_HALF_ROPE": 1}
-    READS, RECOMPUTED, Optimizer, Settings = READS, RECOMPUTED, Muon, SpeedrunCudaSettings
-    SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
-    activation_table, phase_tables = staticmethod(activation_table), staticmethod(phase_tables)
+
+    parameter_table = staticmethod(parameter_table)
+    random_model = staticmethod(random_model)
+
+    @staticmethod
+    def tables(config, settings, B, T, device):
+        sizes = config, B, T, settings.precision, one_layer_at_a_time(settings, RECOMPUTED)
+        return pass_tables(activation_table(*sizes), phase_tables(*sizes, device),
+                           gradient_table(config, B, T, settings.precision))
 
     @staticmethod
     def rope(config, T):

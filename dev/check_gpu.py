@@ -245,7 +245,7 @@ def compare(got, expected, recorder, tolerance):
 
 def check(architecture, gpu, config, params, settings):
     """Whether the architecture's page for GPUs agrees with that in NumPy. Raises UserError for a speed run's."""
-    if "qknorm" in architecture.KERNELS:
+    if architecture.HAS.qknorm:
         raise UserError(f"-e {settings.model}: expected GPT-2 or a Llama; speed runs: pytest tests/test_speedrun.py")
     if settings.precision.bf16:
         params = views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))

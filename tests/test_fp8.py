@@ -19,7 +19,7 @@ from llmc.gpu.device import copy_to_gpu, to_float32
 from check_gpu import COLUMN_ORDER, ROW_ORDER, decode_e5m2, dlogits_of, natural
 from fp8_reference import LARGEST, decode_e4m3, next_scales, round_e4m3
 from llmc.gpu.fp8 import DLOGITS_SCALE, Fp8, operand_table
-from llmc.gpu.geometry import FP8_HISTORY, blocks, kernel_files
+from llmc.gpu.geometry import FP8_HISTORY, Has, blocks, kernel_files
 from llmc.gpu.matmul import Quantized
 from llmc.gpu.memory import Block
 from llmc.gpu.messages import Messages
@@ -34,7 +34,7 @@ from test_matmul_swiglu import files_of, frame_sizes, model, open_matmul
 
 FP8 = Precision("bfloat16", fp8=True)
 NUMBERS = decode_e4m3(np.arange(256, dtype=np.uint8))
-LAYERS = SimpleNamespace(KERNELS=("matmul", "gelu"), CONSTANTS={})
+LAYERS = SimpleNamespace(HAS=Has(), LAYERS=("matmul", "gelu"), CONSTANTS={})
 GPT2 = train_gpt2.Config(64, 257, 2, 3, 192, 384)
 SPEEDRUN = train_speedrun.Config(64, 257, 2, 3, 192, 384)
 

@@ -74,7 +74,7 @@ def compile_file(file, arch):
 def cases_to_compile(arch, precision):
     """(architecture, layer, config) of each file that a test compiles."""
     with_gradients = "encoder", "matmul", "column_sums", "update"  # whose code depends on the gradients' dtype
-    layers = with_gradients if precision.float32_grads else cuda.GPT2.KERNELS
+    layers = with_gradients if precision.float32_grads else cuda.GPT2.LAYERS
     cases = [(layer, MODELS[0]) for layer in layers if layer != "matmul" or hopper_matmul(precision, arch)]
     if arch == "sm_90a":  # of matmuls and attention, only the size of a head matters, the same here
         cases += [(layer, MODELS[2]) for layer, _ in cases if layer not in ("matmul", "attention")]

@@ -17,7 +17,7 @@ from llmc.gpu.device import to_float32
 from llmc.gpu.fp8 import DLOGITS_SCALE, Fp8
 from llmc.gpu.matmul import Linear
 from llmc.gpu.trainer import open_trainer
-from llmc.tensors import allocate, flat, table_bytes, views
+from llmc.tensors import Tensors, allocate, flat, table_bytes, views
 from reference import MuonAndAdamW, muon
 from test_fp8 import FP8, e4m3, operands_on_gpu
 from test_gpt2 import ADAMW_CHECK, need
@@ -51,6 +51,17 @@ def source(name, old, new, owner=t):
     return owner, name, instead(old, new)(getattr(owner, name))
 
 
+def other_row(name, **changes):
+    """Plants an update by other facts of one tensor."""
+    real = t.Muon.update
+
+    def update(optimizer, params, *rest):
+        table = params.table | {name: params.table[name]._replace(**changes)}
+        real(optimizer, Tensors(**{**vars(params), "table": table}), *rest)
+
+    return t.Muon, "update", update
+
+
 FAULTS = {
     "eps of every norm": (t, "EPS", 1e-5),
     "attention's scale": (t, "SCALE", 0.1212),
@@ -73,9 +84,9 @@ FAULTS = {
     "momentum without Nesterov": source("muon_update", "* grad + np.float32(momentum) * m", "* 0 + m"),
     "momentum": (t.Muon, "MOMENTUM", 0.94),
     "decay after the step": source("muon_update", "param -= u", "param -= u * (1 - learning_rate * weight_decay)"),
-    "query, key, value as one matrix": (t.Muon, "MATRICES", {**t.Muon.MATRICES, "qkvw": 1}),
-    "the embedding's rate": (t.Muon, "RATES", {**t.Muon.RATES, "wte": 28.5}),
-    "the biases' rate": (t.Muon, "RATES", {**t.Muon.RATES, "fcb": 0.62}),
+    "query, key, value as one matrix": other_row("qkvw", matrices=1),
+    "the embedding's rate": other_row("wte", rate=28.5),
+    "the biases' rate": other_row("fcb", rate=0.62),
 }
 
 

@@ -1,6 +1,6 @@
 """Text on a GPU: forward passes over T new positions of each of B sequences, with a KV cache, and sampling.
 
-Of an architecture, a class like GPT2 of train_gpt2_cuda.py, it uses parameter_table, KERNELS, CONSTANTS and rope.
+Of an architecture, a class like GPT2 of train_gpt2_cuda.py, it uses parameter_table, HAS, CONSTANTS and rope.
 decode_layers is one for all of them: a bias, position embedding or norm that the parameters lack is None to a kernel.
 """
 
@@ -50,14 +50,14 @@ def decode_geometry(architecture, config, precision, shared):
     In attention, ROW_LANES lanes read a head's row, 16 bytes each; a block works on SPLIT positions at a time, 8 for
     each group of lanes. SHARED: bytes that a block may use. RMS, ROPE, SWIGLU: whether the model has them.
     """
+    has = architecture.HAS
     warps, size = 8, 2 if precision.bf16 else 4
     row, lanes = config.C * size, 1 << (blocks(config.HS * size, 16) - 1).bit_length()
     att_parts, att_width = inner_parts(config.NH * config.HS, config.C, size)
     fc_parts, fc_width = inner_parts(config.F, config.C, size)
     geometry = SimpleNamespace(
-        DECODE_RMS=int("rmsnorm" in architecture.KERNELS), DECODE_EPS=getattr(config, "eps", 1e-5),
-        DECODE_ROPE=int("wpe" not in architecture.parameter_table(config)),
-        DECODE_SWIGLU=int("swiglu" in architecture.KERNELS),
+        DECODE_RMS=int(has.norm == "rmsnorm"), DECODE_EPS=getattr(config, "eps", 1e-5),
+        DECODE_ROPE=int(has.rope), DECODE_SWIGLU=int(has.activation == "swiglu"),
         DECODE_ATT_PARTS=att_parts, DECODE_ATT_WIDTH=att_width, DECODE_FC_PARTS=fc_parts, DECODE_FC_WIDTH=fc_width,
         DECODE_WARPS=warps, DECODE_X_ROWS=16, DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: no bank conflicts
         DECODE_FEW=4 if precision.bf16 else 1, DECODE_BLOCKS=2, DECODE_STAGES=4,

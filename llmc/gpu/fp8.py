@@ -28,6 +28,12 @@ CALIBRATIONS = 4  # passes that find the first scales
 DLOGITS_SCALE = 2.0**15  # times gradients of logits, which are from -1 to 1; E5M2 has numbers from 2^-16 to 57344
 
 
+def recomputed_inputs(architecture, settings):
+    """The names of LINEARS whose input the backward pass recomputes."""
+    recomputed = architecture.RECOMPUTED[settings.recompute]
+    return [name for name in LINEARS if architecture.INPUTS[name] in recomputed]
+
+
 def operand_table(parameters, N, recomputed):
     """name -> Row of the operands in 8 bits, for N rows, B*T. parameters: the model's table. Transposed copies, _t, are
     padded with zeros to whole 16 bytes. recomputed: names of LINEARS whose input is kept for one layer at a time."""
@@ -308,16 +314,15 @@ class Fp8Linear(NamedTuple):
 
 
 class Fp8Linears(Linears):
-    """The linear layers of a run of --dtype fp8: during an update, those of LINEARS and the classifier are in
-    8 bits. `names` are those of the architecture that are."""
+    """The linear layers of a run of --dtype fp8: during an update, those of LINEARS and the classifier are in 8 bits.
+    """
 
-    def __init__(self, matmul, reads, recomputed, fuses_gelu, by_layer):
-        """reads: {linear layer: the activation that it reads}, of those in 8 bits; recomputed: those of them
-        whose input the backward pass recomputes; fuses_gelu: see Fp8; by_layer: weights come from other GPUs
-        layer by layer."""
+    def __init__(self, matmul, architecture, settings):
         super().__init__(matmul)
-        self.reads, self.recomputed, self.fuses_gelu = reads, recomputed, fuses_gelu
-        self.by_layer = by_layer
+        self.inputs = architecture.INPUTS
+        self.recomputed = recomputed_inputs(architecture, settings)
+        self.fuses_gelu = architecture.HAS.activation != "swiglu"
+        self.by_layer = settings.gpus > 1  # weights come from other GPUs layer by layer
 
     def start(self, params, operands):
         """Allocates the scales on the current stream."""
@@ -325,7 +330,7 @@ class Fp8Linears(Linears):
         self.fp8 = Fp8(self.matmul, params, operands, self.recomputed, self.fuses_gelu)
 
     def linear(self, name, l, weight, bias, dweight):
-        if self.fp8.trains and name in self.reads:
+        if self.fp8.trains and name in (*LINEARS, "logits"):
             return Fp8Linear(self.fp8, name, l, bias, dweight)
         return super().linear(name, l, weight, bias, dweight)
 
@@ -339,7 +344,7 @@ class Fp8Linears(Linears):
         for l, (forward, backward) in enumerate(zip(acts.layers, acts.backward_layers)):
             qkv, fc = (Fp8Linear(self.fp8, name, l) for name in ("qkv", "fc"))
             for linear in (qkv, fc):
-                row = self.reads[linear.name]
+                row = self.inputs[linear.name]
                 setattr(forward, row, linear.place_inp())
                 setattr(backward, row, linear.place_inp(again=True))
             backward.dqkv = qkv.place_dout(backward.dqkv)

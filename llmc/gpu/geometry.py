@@ -2,6 +2,7 @@
 as -D constants of its .cu file, and its launches read the same numbers."""
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 from llmc.gpu.compiler import KernelFile, capability
 from llmc.errors import UserError
@@ -33,7 +34,18 @@ def kernels(*names, **shared):
     return dict.fromkeys(names) | shared
 
 
-KERNELS = {  # layer, after "hopper/" if there is a file for Hopper alone -> its kernels
+class Has(NamedTuple):
+    """What an architecture has, where architectures differ. Its page declares it."""
+
+    norm: str = "layernorm"  # or "rmsnorm"
+    rope: bool = False  # queries and keys are rotated
+    qknorm: bool = False  # and normalized
+    activation: str = "gelu"  # or "relu2", in the same kernels, or "swiglu"
+    capped: bool = False  # the logits are; their linear layer has a bias
+
+
+# A layer's kernels are in kernels/<layer>.cu or, if only Hopper has it, in kernels/hopper/<layer>.cu
+KERNELS = {  # file -> its kernels
     "encoder": kernels("encoder_forward", "encoder_backward_wte", "encoder_backward_wte_cut", "encoder_backward_wpe"),
     "layernorm": kernels("residual_layernorm_forward", layernorm_backward="LAYERNORM_SHARED"),
     "rmsnorm": kernels("residual_rmsnorm_forward", rmsnorm_backward="LAYERNORM_SHARED"),
@@ -100,10 +112,10 @@ def hopper_matmul(precision, arch):
 def kernel_files(architecture, config, precision, arch, matmul="auto"):
     """{layer: KernelFile} of a run. matmul: as Matmul's library."""
     ours, geometry = hopper_matmul(precision, arch) and matmul != "cublaslt", layer_geometry(config, precision, arch)
-    layers = [layer for layer in architecture.KERNELS if ours or layer in KERNELS]
+    layers = [layer for layer in architecture.LAYERS if ours or layer in KERNELS]
     if precision.fp8:
         layers += ["fp8", "norm_fp8", "matmul_fp8"]
-    if "logits_bias" in layers and geometry["classifier_capped"]["CAPPED_CLUSTER"]:
+    if architecture.HAS.capped and geometry["classifier_capped"]["CAPPED_CLUSTER"]:
         layers = [layer for layer in layers if layer not in ("classifier", "logits_bias")] + ["classifier_capped"]
     files, constants = {}, model_constants(config, precision) | architecture.CONSTANTS
     for layer in layers:
@@ -111,7 +123,7 @@ def kernel_files(architecture, config, precision, arch, matmul="auto"):
         shared, numbers = KERNELS[name], geometry.get(layer, {})
         if layer == "attention" and hopper_attention(config, precision, arch):
             name, shared = "hopper/attention", shared | (ATTENTION_FP8 if precision.fp8 else {})
-        if layer == "matmul_fp8" and "qknorm" in layers:
+        if layer == "matmul_fp8" and architecture.HAS.qknorm:
             shared = shared | kernels(matmul_fp8_qknorm="MATMUL_FP8_GELU_SHARED")
         files[layer] = KernelFile(name, tuple(shared), constants | numbers,
                                   {kernel: numbers[constant] for kernel, constant in shared.items() if constant})

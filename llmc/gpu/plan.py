@@ -18,9 +18,8 @@ RESERVE = 256 << 20
 
 def shares_of(architecture, config, settings):
     """How the ranks divide the parameters."""
-    optimizer, table = architecture.Optimizer, architecture.parameter_table(config, settings.precision.dtype)
-    return Shares(table, settings.gpus, optimizer.DECAY * settings.weight_decay, settings.decay == "all",
-                  rates=optimizer.RATES)
+    table = architecture.parameter_table(config, settings.precision.dtype)
+    return Shares(table, settings.gpus, settings.weight_decay, settings.decay == "all")
 
 
 def state_name(architecture, name):
@@ -50,7 +49,7 @@ def memory_plan(architecture, config, settings, device, text=False, rank=0):
         plan[what] = Block(tables, scratch=True)
 
     if precision.fp8:
-        from llmc.gpu.fp8 import operand_table  # here: few runs need it
+        from llmc.gpu.fp8 import operand_table, recomputed_inputs  # here: few runs need it
         operands = operand_table(parameters, B * T, recomputed_inputs(architecture, settings))
         plan["operands in 8 bits"] = Block({"operands": operands}, scratch=True)
     if text:
@@ -61,12 +60,6 @@ def memory_plan(architecture, config, settings, device, text=False, rank=0):
     plan["matmul workspaces"] = Block({"workspaces": workspace_table(transposed)}, scratch=True)
     plan["the batch"] = Block({"batch": batch_table(B, T, settings.own_micro_steps)}, align=1)
     return plan
-
-
-def recomputed_inputs(architecture, settings):
-    """The linear layers with FP8 operands whose input the backward pass recomputes."""
-    recomputed = architecture.RECOMPUTED[settings.recompute]
-    return [name for name, row in architecture.READS.items() if row in recomputed]
 
 
 def check_memory(architecture, config, settings, device, text=False, rank=0):

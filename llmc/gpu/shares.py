@@ -55,17 +55,17 @@ class Treatment(NamedTuple):
 class Shares:
     """How ranks divide a table of parameters."""
 
-    def __init__(self, table, rank_count, weight_decay=0.0, decay_all=False, llmc=False, rates=None):
+    def __init__(self, table, rank_count, weight_decay=0.0, decay_all=False, llmc=False):
         """decay_all: weights of all tensors decay, not only those of rows that say so. llmc: divide as llm.c does,
-        which cuts every tensor layer by layer. rates: AdamW.RATES."""
+        which cuts every tensor layer by layer."""
         self.table, self.rank_count, self.llmc = table, rank_count, llmc
         self.segments = []
         self.begins, self.treatments = [], []  # of runs of tensors that are treated alike
         self.size = 0
 
         for name, row in table.items():
-            decay = weight_decay if decay_all or row.decays else 0.0
-            treatment = Treatment((rates or {}).get(name, 1.0), decay, row.ones)
+            decay = row.decay * weight_decay if decay_all or row.decays else 0.0
+            treatment = Treatment(row.rate, decay, row.ones)
             if not self.treatments or self.treatments[-1] != treatment:
                 self.begins.append(self.size)
                 self.treatments.append(treatment)

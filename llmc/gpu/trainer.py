@@ -1,8 +1,8 @@
 """What surrounds a training step on a GPU: opening the model there, batches in pinned memory, the step's graph,
 reports.
 
-Of an architecture, a class like GPT2 of train_gpt2_cuda.py, it uses KERNELS, READS, RECOMPUTED,
-parameter_table, tables, Optimizer, resolve_auto and what decoder.py asks for; of its instances, activations
+Of an architecture, a class like GPT2 of train_gpt2_cuda.py, it uses HAS, LAYERS, INPUTS,
+RECOMPUTED, parameter_table, tables, Optimizer, resolve_auto and what decoder.py asks for; of its instances, activations
 (among them `losses`), training_activations, trunk, classify, backward, micro_step, train_step, update and
 capture.
 """
@@ -19,7 +19,7 @@ from llmc.gpu.geometry import check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import Linears, Matmul
 from llmc.gpu.memory import Block, allocate_plan
 from llmc.gpu.messages import Messages
-from llmc.gpu.plan import check_memory, recomputed_inputs, shares_of, state_name
+from llmc.gpu.plan import check_memory, shares_of, state_name
 from llmc.gpu.precision import copy_weights
 from llmc.loop import Update, check_update
 from llmc.outliers import reason_to_skip
@@ -37,7 +37,7 @@ STATIC_SHARED = 10 << 10  # bytes of shared memory that attention's kernels decl
 def open_device(architecture, gpu, config, precision, matmul="auto", text=False):
     """(Device with this model's kernels, Matmul). text: with a Decoder's kernels, too. Raises UserError for a model
     that is too large for the kernels or this GPU."""
-    check_sizes(config, precision.fp8, "qknorm" in architecture.KERNELS)
+    check_sizes(config, precision.fp8, architecture.HAS.qknorm)
     files = kernel_files(architecture, config, precision, gpu.arch, matmul)
     needed = max(files["attention"].shared.values()) + STATIC_SHARED
     if needed > gpu.shared:
@@ -127,9 +127,7 @@ def choose_linears(architecture, matmul, settings):
     if not settings.precision.fp8:
         return Linears(matmul)
     from llmc.gpu.fp8 import Fp8Linears  # here: few runs need it
-    recomputed = recomputed_inputs(architecture, settings)
-    fuses_gelu = "gelu" in architecture.KERNELS
-    return Fp8Linears(matmul, architecture.READS, recomputed, fuses_gelu, by_layer=settings.gpus > 1)
+    return Fp8Linears(matmul, architecture, settings)
 
 
 def open_nccl(ranks, settings):
