@@ -17,21 +17,26 @@ LAUNCHERS = (  # variables of rank, size, local rank
 
 
 def translate_launcher(environ):
-    """Set torchrun's variables if mpirun or srun started this process; return whether a launcher started several."""
-    is_srun = 0 <= int(environ.get("SLURM_STEP_ID", -1)) < 0xFFFFFFF0  # or a batch script, an interactive shell
+    """Set torchrun's variables if mpirun or srun started this process; return whether a launcher
+    started several."""
+    # or a batch script, an interactive shell
+    is_srun = 0 <= int(environ.get("SLURM_STEP_ID", -1)) < 0xFFFFFFF0
     names = next((names for names in LAUNCHERS if all(name in environ for name in names)
                   and (is_srun or names[0] != "SLURM_PROCID")), None)
     if names is None or environ[names[1]] == "1":
         return False
     environ.update({ours: environ[theirs] for ours, theirs in zip(TORCHRUN, names)})
     nodes = environ.get("SLURM_STEP_NODELIST", "127.0.0.1") if is_srun else "127.0.0.1"
-    environ.setdefault("MASTER_ADDR", re.sub(r"\[([^],-]*)[^]]*\]|,.*", r"\1", nodes))  # node01 of node[01-04,7],other
-    environ.setdefault("MASTER_PORT", str(29500 + int(environ.get("SLURM_JOB_ID", 0)) % 1000))  # jobs share machines
+    # node01 of node[01-04,7],other
+    environ.setdefault("MASTER_ADDR", re.sub(r"\[([^],-]*)[^]]*\]|,.*", r"\1", nodes))
+    # jobs share machines
+    environ.setdefault("MASTER_PORT", str(29500 + int(environ.get("SLURM_JOB_ID", 0)) % 1000))
     return True
 
 
 def on_ranks(settings_class, description, work):
-    """Run work(settings, ranks) on each rank, and return the exit status. --gpus starts them if no launcher did."""
+    """Run work(settings, ranks) on each rank, and return the exit status. --gpus starts them if no
+    launcher did."""
     if not translate_launcher(os.environ):
         settings = parse_settings(settings_class, description)
         with gpu_errors_as_lines():
@@ -44,7 +49,8 @@ def on_ranks(settings_class, description, work):
         settings = parse_settings(settings_class, description)
         ranks.has_launcher = settings.gpus == 1
         if settings.gpus not in (1, ranks.size):
-            raise UserError(f"--gpus {settings.gpus}: a launcher has started {ranks.size} ranks: leave --gpus out")
+            raise UserError(f"--gpus {settings.gpus}: a launcher has started {ranks.size} ranks:"
+                            " leave --gpus out")
         settings.gpus = ranks.size
         settings.check()
         return work(settings, ranks)

@@ -1,8 +1,9 @@
-"""What a step tells other GPUs, and what it waits for. A page's model and its optimizer call these hooks
-where the moment has come. On one GPU there is nobody to tell: each hook does nothing, and says so.
-ZeroMessages of llmc/gpu/several/zero.py has them for several GPUs."""
+"""What a step tells other GPUs, and what it waits for. A page's model and its optimizer call these
+hooks where the moment has come. On one GPU there is nobody to tell: each hook does nothing, and
+says so. ZeroMessages of llmc/gpu/several/zero.py has them for several GPUs."""
 
-REST = "rest"  # instead of a matrix's name: embeddings, biases, norms, whose gradients are sent together
+# instead of a matrix's name: embeddings, biases, norms, whose gradients are sent together
+REST = "rest"
 
 
 class Messages:
@@ -32,8 +33,8 @@ class Messages:
         """Before layer l's matrices are read. On one GPU, nothing: they are here."""
 
     def gradient_done(self, name, l=None, event=None):
-        """The gradient of layer l's matrix `name`, or of all of REST, is complete after the event (None: on
-        the main stream). On one GPU, nothing."""
+        """The gradient of layer l's matrix `name`, or of all of REST, is complete after the event
+        (None: on the main stream). On one GPU, nothing."""
 
     # -- the optimizer
 
@@ -41,7 +42,8 @@ class Messages:
         """Before the rest's gradients are read. On one GPU, nothing."""
 
     def add_up(self, total, addend, largest=False):
-        """total = the sum over the ranks of addend, or the largest. On one GPU, nothing: total is addend."""
+        """total = the sum over the ranks of addend, or the largest. On one GPU, nothing: total is
+        addend."""
 
     def group_updated(self, group):
         """The optimizer has updated a group of chunks. On one GPU, nothing."""
@@ -50,8 +52,9 @@ class Messages:
         """After the update of all groups. On one GPU, nothing."""
 
     def to_matrices(self, stack, share, whole):
-        """share: what this rank has of a Stack of Muon's matrices, flat; whole: room for those that this rank
-        works on. Returns these, (n, rows, columns). On one GPU, they are all, where they are."""
+        """share: what this rank has of a Stack of Muon's matrices, flat; whole: room for those that
+        this rank works on. Returns these, (n, rows, columns). On one GPU, they are all, where they
+        are."""
         return share[: stack.count * stack.size].reshape(-1, stack.rows, stack.columns)
 
     def to_share(self, stack, matrices, share):

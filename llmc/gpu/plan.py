@@ -1,5 +1,5 @@
-"""What a run allocates on the GPU: one plan, made from the settings. It is what is printed, checked against the
-free memory, and allocated (memory.py)."""
+"""What a run allocates on the GPU: one plan, made from the settings. It is what is printed, checked
+against the free memory, and allocated (memory.py)."""
 
 import bisect
 import dataclasses
@@ -12,7 +12,8 @@ from llmc.gpu.memory import Block
 from llmc.gpu.shares import Shares
 from llmc.tensors import Row
 
-# bytes kept free: for cuBLASLt's kernels, NCCL's buffers, the graph, tables of a few MB, rounding up
+# bytes kept free: for cuBLASLt's kernels, NCCL's buffers, the graph, tables of a few MB, rounding
+# up
 RESERVE = 256 << 20
 
 
@@ -28,7 +29,8 @@ def state_name(architecture, name):
 
 
 def memory_plan(architecture, config, settings, device, text=False, rank=0):
-    """{what: Block} of all that a trainer allocates, but for tables of a few MB. text: with a Decoder."""
+    """{what: Block} of all that a trainer allocates, but for tables of a few MB. text: with a
+    Decoder."""
     B, T, precision = settings.B, settings.T, settings.precision
     parameters = architecture.parameter_table(config, precision.dtype)
     gradients = architecture.parameter_table(config, precision.grads)
@@ -54,7 +56,8 @@ def memory_plan(architecture, config, settings, device, text=False, rank=0):
         plan["operands in 8 bits"] = Block({"operands": operands}, scratch=True)
     if text:
         from llmc.gpu.decoder import Decoder  # here, too
-        plan["text"] = Block({"text": Decoder.table(architecture, config, precision, 1, T, device.geometry)})
+        plan["text"] = Block({"text": Decoder.table(architecture, config, precision, 1, T,
+                                                    device.geometry)})
 
     transposed = 0 if precision.bf16 else B * T * config.C
     plan["matmul workspaces"] = Block({"workspaces": workspace_table(transposed)}, scratch=True)
@@ -63,7 +66,8 @@ def memory_plan(architecture, config, settings, device, text=False, rank=0):
 
 
 def check_memory(architecture, config, settings, device, text=False, rank=0):
-    """Return the memory_plan. If it does not fit, raise UserError: memory needed, memory free, what would fit."""
+    """Return the memory_plan. If it does not fit, raise UserError: memory needed, memory free, what
+    would fit."""
 
     def needed(**changed):
         changed_settings = dataclasses.replace(settings, **changed)
@@ -82,5 +86,5 @@ def check_memory(architecture, config, settings, device, text=False, rank=0):
         hint = f"the largest batch that fits is -b {batches[fits - 1]}"
     if needed(recompute=2) <= free:
         hint += ", or pass --recompute 2"
-    raise UserError(f"-b {settings.B} -t {settings.T} needs {needed() + RESERVE >> 20} MiB of GPU memory,"
-                    f" {free + RESERVE >> 20} MiB are free; {hint}")
+    raise UserError(f"-b {settings.B} -t {settings.T} needs {needed() + RESERVE >> 20} MiB of GPU"
+                    f" memory, {free + RESERVE >> 20} MiB are free; {hint}")

@@ -1,5 +1,5 @@
-"""Checkpoints of a Trainer: copies of weights and optimizer state between the GPU and the host, files written
-while training goes on, and read to resume it on any number of GPUs."""
+"""Checkpoints of a Trainer: copies of weights and optimizer state between the GPU and the host,
+files written while training goes on, and read to resume it on any number of GPUs."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from llmc.outliers import RECENT, notes_on, read_recent
 from llmc.resume import restore, save_checkpoint
 from llmc.tensors import flat, views
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # between the GPU and the host
 
 
@@ -42,17 +42,20 @@ def state_now(trainer):
 
 
 def empty_state(trainer):
-    """Host memory for this rank's share of a checkpoint, which any number of ranks may have written."""
+    """Host memory for this rank's share of a checkpoint, which any number of ranks may have
+    written."""
     optimizer = trainer.optimizer
     state = {name: np.empty(getattr(optimizer, name).size, np.float32) for name in optimizer.STATE}
-    has_exact = optimizer.master is not None or not trainer.precision.bf16  # float32 weights, beside or in the model
+    # float32 weights, beside or in the model
+    has_exact = optimizer.master is not None or not trainer.precision.bf16
     exact = np.empty(optimizer.m.size, np.float32) if has_exact else None
     return OwnedShare(trainer.params.table, state, exact, trainer.shares, trainer.ranks.rank)
 
 
 def set_state(trainer, owned, has_exact, step, recent):
-    """Continue from a checkpoint. owned: this rank's share; has_exact: whether it has float32 weights; recent: (2,)
-    RECENT. A bfloat16 model keeps its weights: they may be owned.exact rounded stochastically."""
+    """Continue from a checkpoint. owned: this rank's share; has_exact: whether it has float32
+    weights; recent: (2,) RECENT. A bfloat16 model keeps its weights: they may be owned.exact
+    rounded stochastically."""
     optimizer = trainer.optimizer
     with trainer.device.stream:
         for name, array in owned.state.items():
@@ -84,7 +87,8 @@ class OwnedShare(Owned):
     ranks = property(lambda self: self.shares.rank_count)
 
     def read(self, f, header, hint):
-        """Fill the arrays from the files of all ranks that wrote a state, any number of them; f: rank 0's."""
+        """Fill the arrays from the files of all ranks that wrote a state, any number of them; f:
+        rank 0's."""
         rank_count, ours = int(header[2]), bool(header[40])
         arrays = list(self.in_file(header[4]).values())
         if rank_count > 1 and not ours and is_whole(f, len(arrays) * self.shares.size):
@@ -101,8 +105,8 @@ class OwnedShare(Owned):
                 if different or found[3] != rank:
                     raise UserError(f"{other.name}: does not belong to {f.name}; {hint}")
 
-            ends = [check_state_size(*file, len(arrays) * sources.share_size(rank), sources.size, hint)
-                    for rank, file in enumerate(files)]
+            ends = [check_state_size(*file, len(arrays) * sources.share_size(rank), sources.size,
+                                     hint) for rank, file in enumerate(files)]
 
             for i, array in enumerate(arrays):
                 for rank, (source, _) in enumerate(files) if array is not None else ():
@@ -111,16 +115,19 @@ class OwnedShare(Owned):
         return ends[0]
 
     def read_from(self, f, start, sources, array):
-        """Read what `array` needs from one rank's file, in which that rank's array begins at byte `start`."""
+        """Read what `array` needs from one rank's file, in which that rank's array begins at byte
+        `start`."""
         for source, target in itertools.product(sources, self.shares.parts_of(self.rank)):
             first = max(source.begin, target.begin)
             end = min(source.begin + source.size, target.begin + target.size)
             if first < end:
                 f.seek(start + 4 * (source.local + first - source.begin))
-                read_into(f, array[target.local + first - target.begin : target.local + end - target.begin])
+                read_into(f,
+                          array[target.local + first - target.begin : target.local + end
+                                - target.begin])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # files
 
 
@@ -138,13 +145,14 @@ class TrainerSaver(Saver):
         owned = empty_state(trainer)
         has_exact, notes = restore(settings, owned, step, loader, random)
         if not trainer.linears.restore(notes) and trainer.ranks.is_first:
-            print("note: the checkpoint has no scales of FP8: this run finds its own", file=sys.stderr)
+            print("note: the checkpoint has no scales of FP8: this run finds its own",
+                  file=sys.stderr)
         set_state(trainer, owned, has_exact, step, read_recent(notes))
 
         before, now = notes.get("precision"), describe_precision(settings)
         if before not in (None, now) and trainer.ranks.is_first:
-            print(f"note: the checkpoint is of a run in {before}, this one is in {now}: pass the flags of the first run"
-                  " to repeat it", file=sys.stderr)
+            print(f"note: the checkpoint is of a run in {before}, this one is in {now}: pass the"
+                  " flags of the first run to repeat it", file=sys.stderr)
 
     def save(self, progress, notes):
         """Copy weights and state to the host, and start to write them."""
@@ -152,8 +160,8 @@ class TrainerSaver(Saver):
         trainer, settings, ranks = self.model, self.settings, self.model.ranks
         self.complete()
         params = params_now(trainer) if ranks.is_first else None
-        notes = {**notes, "precision": describe_precision(settings), **notes_on(recent_values(trainer)),
-                 **trainer.linears.notes()}
+        notes = {**notes, "precision": describe_precision(settings),
+                 **notes_on(recent_values(trainer)), **trainer.linears.notes()}
         version = 5 if settings.precision.bf16 else 3
 
         arguments = settings, trainer.config, params, state_now(trainer), progress, notes, version, ranks

@@ -1,5 +1,5 @@
-"""Which rank owns which elements of the parameters. Every rank owns a part of each layer's matrices, and of each
-run of adjacent other tensors, so that each transfer keeps all ranks busy."""
+"""Which rank owns which elements of the parameters. Every rank owns a part of each layer's
+matrices, and of each run of adjacent other tensors, so that each transfer keeps all ranks busy."""
 
 import bisect
 import itertools
@@ -9,7 +9,8 @@ import numpy as np
 
 from llmc.gpu.messages import REST
 
-CUTS = 16  # of a segment, which no chunk crosses: chunks are the same for any number of ranks that divides 16
+# of a segment, which no chunk crosses: chunks are the same for any number of ranks that divides 16
+CUTS = 16
 UPDATE_CHUNK = 8192  # elements, at most
 CHUNKS = np.dtype([
     ("local", "i8"),  # where it begins in the buffers of the rank's share
@@ -17,7 +18,8 @@ CHUNKS = np.dtype([
     ("received", "i8"),  # in the receive buffer: rank 0's gradients of it
     ("stride", "i4"),  # from one rank's gradients to the next's
     ("count", "i4"),  # elements
-    ("index", "i4"),  # among all ranks' chunks: sums over all parameters add up the chunks' in this order
+    # among all ranks' chunks: sums over all parameters add up the chunks' in this order
+    ("index", "i4"),
     ("rate", "f4"),  # factor of the learning rate
     ("decay", "f4"),  # weight decay
     ("at_random", "i4"),  # whether always rounded stochastically
@@ -25,8 +27,8 @@ CHUNKS = np.dtype([
 
 
 class Segment(NamedTuple):
-    """One layer's matrix, an untied classifier's weight, or tensors of the rest that are adjacent in the flat buffer
-    of the parameters."""
+    """One layer's matrix, an untied classifier's weight, or tensors of the rest that are adjacent
+    in the flat buffer of the parameters."""
 
     name: str  # or REST
     layer: int | None
@@ -39,7 +41,8 @@ class Part(NamedTuple):
 
     begin: int  # in the flat buffer
     local: int  # in the buffers of the rank's share
-    received: int  # in the receive buffer, the same on all ranks: rank 0's gradients of it, then the other ranks'
+    # in the receive buffer, the same on all ranks: rank 0's gradients of it, then the other ranks'
+    received: int
     size: int
     segment: Segment
 
@@ -56,8 +59,8 @@ class Shares:
     """How ranks divide a table of parameters."""
 
     def __init__(self, table, rank_count, weight_decay=0.0, decay_all=False, llmc=False):
-        """decay_all: weights of all tensors decay, not only those of rows that say so. llmc: divide as llm.c does,
-        which cuts every tensor layer by layer."""
+        """decay_all: weights of all tensors decay, not only those of rows that say so. llmc: divide
+        as llm.c does, which cuts every tensor layer by layer."""
         self.table, self.rank_count, self.llmc = table, rank_count, llmc
         self.segments = []
         self.begins, self.treatments = [], []  # of runs of tensors that are treated alike
@@ -72,12 +75,13 @@ class Shares:
             self.add_segments(name, row)
 
     def add_segments(self, name, row):
-        """Append the segments of the next tensor of the table; one of the rest becomes part of the one before."""
+        """Append the segments of the next tensor of the table; one of the rest becomes part of the
+        one before."""
         is_cut = row.is_matrix or row.stacked and self.llmc
         count = row.shape[0] if is_cut else 1
         for l in range(count):
-            segment = Segment(name if row.is_matrix or row.early else REST, l if row.is_matrix else None,
-                              self.size, row.size // count)
+            segment = Segment(name if row.is_matrix or row.early else REST,
+                              l if row.is_matrix else None, self.size, row.size // count)
             self.size += segment.size
 
             before = self.segments[-1] if self.segments else None
@@ -99,16 +103,19 @@ class Shares:
 
     def cut(self, segment):
         """[(begin, size)] of each rank's part of a segment, in the flat buffer."""
-        edges = [segment.begin + self.edge(segment.size, rank, self.rank_count) for rank in range(self.rank_count + 1)]
+        edges = [segment.begin + self.edge(segment.size, rank, self.rank_count) for rank
+                 in range(self.rank_count + 1)]
         return [(begin, end - begin) for begin, end in itertools.pairwise(edges)]
 
     def edge(self, size, number, count):
-        """Where part `number` of `count` begins: at a multiple of 8 elements, or, like the last one's end, at any."""
+        """Where part `number` of `count` begins: at a multiple of 8 elements, or, like the last
+        one's end, at any."""
         unit = 1 if self.llmc or number == count else 8
         return size // unit * number // count * unit
 
     def room(self, segment):
-        """Elements of the receive buffer for a segment: all ranks' gradients of its largest part, the last rank's."""
+        """Elements of the receive buffer for a segment: all ranks' gradients of its largest part,
+        the last rank's."""
         return self.rank_count * self.cut(segment)[-1][1]
 
     def received_size(self):
@@ -122,10 +129,9 @@ class Shares:
     def chunks(self, rank):
         """What the optimizer works on. Returns
 
-        chunks  (n,) CHUNKS of a rank: the first layer's matrices, the rest, the other layers' matrices
-        ends    [where each of these three groups ends]
-        count   how many chunks all ranks have
-        """
+        chunks  (n,) CHUNKS of a rank: the first layer's matrices, the rest, the other layers'
+        matrices ends    [where each of these three groups ends] count   how many chunks all ranks
+        have"""
         first_layer, rest, other_layers = [], [], []
         owned = {part.segment: part for part in self.parts_of(rank)}
         index = 0
@@ -147,15 +153,17 @@ class Shares:
         return np.array([chunk for group in groups for chunk in group], CHUNKS), ends, index
 
     def runs(self, segment):
-        """Yield the (begin, end) of the runs of elements that no edge of a part cuts, for this number of ranks and for
-        CUTS, and that are treated alike."""
+        """Yield the (begin, end) of the runs of elements that no edge of a part cuts, for this
+        number of ranks and for CUTS, and that are treated alike."""
         edges = {segment.begin + self.edge(segment.size, number, count)
                  for count in (CUTS, self.rank_count) for number in range(count + 1)}
-        edges |= {begin for begin in self.begins if segment.begin < begin < segment.begin + segment.size}
+        edges |= {begin for begin in self.begins if segment.begin < begin < segment.begin
+                  + segment.size}
         return itertools.pairwise(sorted(edges))
 
     def take(self, flat, rank):
-        """Copy a rank's share out of a flat array on the host; on one rank, return the array itself."""
+        """Copy a rank's share out of a flat array on the host; on one rank, return the array
+        itself."""
         if self.rank_count == 1:
             return flat
         parts = [flat[part.begin : part.begin + part.size] for part in self.parts_of(rank)]

@@ -1,11 +1,10 @@
-"""What surrounds a training step on a GPU: opening the model there, batches in pinned memory, the step's graph,
-reports.
+"""What surrounds a training step on a GPU: opening the model there, batches in pinned memory, the
+step's graph, reports.
 
 Of an architecture, a class like GPT2 of train_gpt2_cuda.py, it uses HAS, LAYERS, INPUTS,
-RECOMPUTED, parameter_table, tables, Optimizer, resolve_auto and what decoder.py asks for; of its instances, activations
-(among them `losses`), training_activations, trunk, classify, backward, micro_step, train_step, update and
-capture.
-"""
+RECOMPUTED, parameter_table, tables, Optimizer, resolve_auto and what decoder.py asks for; of its
+instances, activations (among them `losses`), training_activations, trunk, classify, backward,
+micro_step, train_step, update and capture."""
 
 import time
 from types import SimpleNamespace
@@ -28,21 +27,23 @@ from llmc.tensors import Tensors, allocate, flat, views
 
 NOT_READY = 600  # cudaErrorNotReady
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # opening a model on a GPU
 
-STATIC_SHARED = 10 << 10  # bytes of shared memory that attention's kernels declare themselves, at most
+# bytes of shared memory that attention's kernels declare themselves, at most
+STATIC_SHARED = 10 << 10
 
 
 def open_device(architecture, gpu, config, precision, matmul="auto", text=False):
-    """(Device with this model's kernels, Matmul). text: with a Decoder's kernels, too. Raises UserError for a model
-    that is too large for the kernels or this GPU."""
+    """(Device with this model's kernels, Matmul). text: with a Decoder's kernels, too. Raises
+    UserError for a model that is too large for the kernels or this GPU."""
     check_sizes(config, precision.fp8, architecture.HAS.qknorm)
     files = kernel_files(architecture, config, precision, gpu.arch, matmul)
     needed = max(files["attention"].shared.values()) + STATIC_SHARED
     if needed > gpu.shared:
-        raise UserError(f"heads of {config.HS} channels need {needed} bytes of shared memory in a block,"
-                        f" {gpu.name} has {gpu.shared}: train this model with: python {type(config).__module__}.py")
+        raise UserError(f"heads of {config.HS} channels need {needed} bytes of shared memory in a"
+                        f" block, {gpu.name} has {gpu.shared}: train this model with: python"
+                        f" {type(config).__module__}.py")
     geometry, files = launch_geometry(config, precision, gpu.arch), list(files.values())
     if text:
         from llmc.gpu.decoder import decode_files  # here: only runs that draw text need it
@@ -52,20 +53,22 @@ def open_device(architecture, gpu, config, precision, matmul="auto", text=False)
 
 
 def open_trainer(architecture, gpu, config, params, settings, ranks=SINGLE_PROCESS):
-    """A Trainer of this model on this GPU; `settings` are resolved. The first rank draws the samples."""
+    """A Trainer of this model on this GPU; `settings` are resolved. The first rank draws the
+    samples."""
     text = settings.sample_every > 0 and ranks.is_first
-    device, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul, text)
+    device, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul,
+                                 text)
     print(f"kernels: {device.compiled} compiled, {device.cached} from the cache")
     return Trainer(architecture, config, settings, matmul, params, ranks, text)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # forward passes, and training
 
 
 class ForwardPasses:
-    """What a Trainer and an Evaluator share: forward passes over the host's batches. They set params, grads, linears,
-    messages, model and batch."""
+    """What a Trainer and an Evaluator share: forward passes over the host's batches. They set
+    params, grads, linears, messages, model and batch."""
 
     def __init__(self, architecture, config, settings, matmul):
         self.architecture, self.config, self.settings = architecture, config, settings
@@ -75,30 +78,34 @@ class ForwardPasses:
 
     def make_model(self, buffers):
         """buffers: bytes for each entry of the architecture's tables."""
-        return self.architecture(self.config, self.settings, self.linears, self.messages, self.params, self.grads,
-                                 buffers)
+        return self.architecture(self.config, self.settings, self.linears, self.messages,
+                                 self.params, self.grads, buffers)
 
     def forward(self, inputs, targets):
         """inputs, targets (B, T) integer ids on the host -> the mean loss, a float."""
         B, T = inputs.shape
         with self.device.stream:
             acts = self.model.activations(B, T)
-            inputs, targets = (copy_to_gpu(room.reshape(-1)[: B * T], np.ascontiguousarray(ids, np.int32).reshape(-1))
-                               for room, ids in ((self.batch.inputs, inputs), (self.batch.targets, targets)))
+            inputs, targets = (copy_to_gpu(room.reshape(-1)[: B * T],
+                                           np.ascontiguousarray(ids, np.int32).reshape(-1))
+                               for room,
+                               ids in ((self.batch.inputs, inputs), (self.batch.targets, targets)))
             self.model.trunk(acts, inputs)
-            self.device.wait(self.model.classify(acts, targets, self.loss, 1.0 / (B * T), train=False))
+            self.device.wait(self.model.classify(acts, targets, self.loss, 1.0 / (B * T),
+                                                 train=False))
             return float(self.loss.get()[0])
 
     def losses(self, inputs, targets):
-        """inputs, targets (B, T) integer ids on the host -> the losses of the targets (B, T), float32."""
+        """inputs, targets (B, T) integer ids on the host -> the losses of the targets (B, T),
+        float32."""
         self.forward(inputs, targets)
         with self.device.stream:
             return self.model.activations(*inputs.shape).losses.get()
 
 
 class Evaluator(ForwardPasses):
-    """A model on this GPU for forward passes alone: weights and activations, in float32, with TF32 matmuls where the
-    GPU has them. B and T are set by allocate_activations."""
+    """A model on this GPU for forward passes alone: weights and activations, in float32, with TF32
+    matmuls where the GPU has them. B and T are set by allocate_activations."""
 
     grads = None
 
@@ -119,11 +126,13 @@ class Evaluator(ForwardPasses):
         with self.device.stream:
             self.model = self.make_model(allocate_plan({what: Block(group, scratch=True)
                                                         for what, group in tables.items()}))
-            self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32), targets=cp.empty(B * T, np.int32))
+            self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32),
+                                         targets=cp.empty(B * T, np.int32))
 
 
 def choose_linears(architecture, matmul, settings):
-    """The linear layers of a run: in bfloat16 or float32, or, with --dtype fp8, in 8 bits. Allocates nothing."""
+    """The linear layers of a run: in bfloat16 or float32, or, with --dtype fp8, in 8 bits.
+    Allocates nothing."""
     if not settings.precision.fp8:
         return Linears(matmul)
     from llmc.gpu.fp8 import Fp8Linears  # here: few runs need it
@@ -147,12 +156,14 @@ def choose_messages(ranks, nccl, device, settings, config):
 
 
 class Trainer(ForwardPasses):
-    """A model in training: its weights, gradients and optimizer on the GPU. Everything is allocated here, once. Each of
-    several GPUs computes the gradients of its own micro-batches, and updates its share of the weights."""
+    """A model in training: its weights, gradients and optimizer on the GPU. Everything is allocated
+    here, once. Each of several GPUs computes the gradients of its own micro-batches, and updates
+    its share of the weights."""
 
-    def __init__(self, architecture, config, settings, matmul, params, ranks=SINGLE_PROCESS, text=False):
-        """architecture: a class like GPT2; params: float32 Tensors on the host; ranks: a Ranks; text: with a Decoder.
-        Raises UserError if not everything fits into the GPU's free memory."""
+    def __init__(self, architecture, config, settings, matmul, params, ranks=SINGLE_PROCESS,
+                 text=False):
+        """architecture: a class like GPT2; params: float32 Tensors on the host; ranks: a Ranks;
+        text: with a Decoder. Raises UserError if not everything fits into the GPU's free memory."""
         super().__init__(architecture, config, settings, matmul)
         self.ranks, self.precision = ranks, settings.precision
         self.linears = choose_linears(architecture, matmul, settings)
@@ -165,7 +176,8 @@ class Trainer(ForwardPasses):
             self.start(params)
         if text:
             from llmc.gpu.decoder import Decoder  # here: only runs that draw text need it
-            self.decoder = Decoder(architecture, self.device, config, self.params, self.tensors("text"), 1, settings.T)
+            self.decoder = Decoder(architecture, self.device, config, self.params,
+                                   self.tensors("text"), 1, settings.T)
         self.pin()
 
         self.steps_begun, self.graph = 0, None
@@ -186,22 +198,24 @@ class Trainer(ForwardPasses):
         self.shares = shares_of(architecture, self.config, settings)
         state = {name: getattr(self.tensors(state_name(architecture, name)), name)
                  for name in architecture.Optimizer.table(settings, self.shares, self.ranks.rank)}
-        self.optimizer = architecture.Optimizer(self.matmul, settings, flat(self.params), received, state, self.shares,
-                                                self.messages)
+        self.optimizer = architecture.Optimizer(self.matmul, settings, flat(self.params), received,
+                                                state, self.shares, self.messages)
         copy_weights(self.device, self.params, params)
         if self.optimizer.master is not None:
             copy_to_gpu(self.optimizer.master, self.shares.take(flat(params), self.ranks.rank))
 
         self.matmul.start(self.tensors("matmul workspaces"))
-        self.linears.start(self.params, self.tensors("operands in 8 bits") if self.precision.fp8 else None)
-        self.messages.start(self.params, self.grads, received, self.shares, self.optimizer, self.linears)
+        self.linears.start(self.params, self.tensors("operands in 8 bits") if self.precision.fp8
+                           else None)
+        self.messages.start(self.params, self.grads, received, self.shares, self.optimizer,
+                            self.linears)
         self.model = self.make_model(self.buffers)
         self.acts = self.model.training_activations(settings.B, settings.T)
         self.batch = self.tensors("the batch")
 
     def pin(self):
-        """Pinned memory for batches and reports has two halves: the host fills one while the GPU runs the step of the
-        other."""
+        """Pinned memory for batches and reports has two halves: the host fills one while the GPU
+        runs the step of the other."""
         self.pinned = pinned_array(2 * self.batch.buffer.nbytes)
         self.staged = [views(self.batch.table, half) for half in self.pinned.reshape(2, -1)]
         self.reports = pinned_array(2 * self.optimizer.REPORT.itemsize).view(self.optimizer.REPORT)
@@ -211,11 +225,13 @@ class Trainer(ForwardPasses):
     # -- an update: prepare, once; then begin_step and end_step
 
     def prepare(self, batch=None):
-        """Run a batch, (inputs, targets), by default of random tokens, which loads the layers' kernels, and capture the
-        step as a graph. Changes no weight. FP8's first scales are those for the first rank's batch."""
+        """Run a batch, (inputs, targets), by default of random tokens, which loads the layers'
+        kernels, and capture the step as a graph. Changes no weight. FP8's first scales are those
+        for the first rank's batch."""
         settings = self.settings
         if batch is None:
-            batch = np.random.default_rng(0).integers(0, self.config.V, (2, settings.B, settings.T), dtype=np.int32)
+            batch = np.random.default_rng(0).integers(0, self.config.V, (2, settings.B, settings.T),
+                                                      dtype=np.int32)
         with self.device.stream:
             self.stage(0, [batch] * settings.own_micro_steps, 0.0)
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
@@ -229,8 +245,8 @@ class Trainer(ForwardPasses):
                 self.graph = self.model.capture(self)
 
     def begin_step(self, batches, learning_rate):
-        """Start one update with own_micro_steps batches (inputs, targets), and return its number. The one before may
-        still be running."""
+        """Start one update with own_micro_steps batches (inputs, targets), and return its number.
+        The one before may still be running."""
         number, half = self.steps_begun, self.steps_begun % 2
         self.wait(self.finished[half])  # the update before the last one has read this half
         self.stage(half, batches, learning_rate)
@@ -251,13 +267,15 @@ class Trainer(ForwardPasses):
         self.wait(self.finished[half])
         loss, norm, *z = self.reports[half].item()
         seconds = cp.cuda.get_elapsed_time(self.started[half], self.finished[half]) / 1000
-        return Update(loss, norm if self.settings.needs_norm else None, seconds, reason_to_skip(self.settings, *z),
-                      z if self.settings.skips_outliers else None, self.linears.counts(number))
+        return Update(loss, norm if self.settings.needs_norm else None, seconds,
+                      reason_to_skip(self.settings, *z), z if self.settings.skips_outliers
+                      else None, self.linears.counts(number))
 
     # -- the same in three calls, from Python: forward, compute_gradients, update_now
 
     def compute_gradients(self, inputs, targets):
-        """self.grads = the gradients of the loss of the last forward pass, which was over this full batch."""
+        """self.grads = the gradients of the loss of the last forward pass, which was over this full
+        batch."""
         acts, batch, scale = self.acts, self.batch, 1.0 / inputs.size
         self.stage(0, [(inputs, targets)], 0.0)
         with self.device.stream:
@@ -266,11 +284,13 @@ class Trainer(ForwardPasses):
                 self.linears.calibrate(self)
                 self.linears.weights_changed()
                 self.model.trunk(acts, batch.inputs[0])  # again, in 8 bits
-            self.model.classify(acts, batch.targets[0], self.optimizer.loss_place(0), scale, train=True)
+            self.model.classify(acts, batch.targets[0], self.optimizer.loss_place(0), scale,
+                                train=True)
             self.model.backward(acts, sorted_tokens(batch, 0), scale)
 
     def update_now(self, learning_rate):
-        """Raises UserError if the loss or the norm is not finite: no weight changes from then on."""
+        """Raises UserError if the loss or the norm is not finite: no weight changes from then
+        on."""
         number, self.steps_begun = self.steps_begun, self.steps_begun + 1
         with self.device.stream as stream:
             copy_to_gpu(self.batch.learning_rate, np.array([learning_rate], np.float32))
@@ -280,8 +300,8 @@ class Trainer(ForwardPasses):
         check_update(number, loss, norm)
 
     def wait(self, event):
-        """Wait for an event of the GPU. Of several GPUs: raises UserError if another rank, or NCCL, fails meanwhile,
-        because the GPU would wait for its messages for ever."""
+        """Wait for an event of the GPU. Of several GPUs: raises UserError if another rank, or NCCL,
+        fails meanwhile, because the GPU would wait for its messages for ever."""
         while self.nccl and cp.cuda.runtime.eventQuery(event.ptr) == NOT_READY:
             self.nccl.check()
             self.ranks.check()
@@ -289,12 +309,14 @@ class Trainer(ForwardPasses):
         event.synchronize()
 
     def stage(self, half, batches, learning_rate):
-        """Write learning rate, own_micro_steps batches, and their sorted positions to one half of the pinned memory."""
+        """Write learning rate, own_micro_steps batches, and their sorted positions to one half of
+        the pinned memory."""
         staged = self.staged[half]
         staged.learning_rate[0] = learning_rate
         for i, (inputs, targets) in enumerate(batches):
             staged.inputs[i], staged.targets[i] = inputs, targets
-            sort_tokens(staged.order[i], staged.piece_begins[i], staged.piece_tokens[i], staged.inputs[i])
+            sort_tokens(staged.order[i], staged.piece_begins[i], staged.piece_tokens[i],
+                        staged.inputs[i])
 
     def complete_weights(self):
         """Between two updates, complete self.params on every rank. All ranks must call this."""
@@ -313,7 +335,9 @@ class Trainer(ForwardPasses):
             self.nccl.close()
 
     def to_host(self, tensors):
-        """Copy params or grads or, on one GPU, an array of the optimizer's state to the host, as float32 Tensors."""
+        """Copy params or grads or, on one GPU, an array of the optimizer's state to the host, as
+        float32 Tensors."""
         array = flat(tensors) if isinstance(tensors, Tensors) else tensors
         with self.device.stream:
-            return views(self.architecture.parameter_table(self.config), to_float32(array).view(np.uint8))
+            return views(self.architecture.parameter_table(self.config),
+                         to_float32(array).view(np.uint8))

@@ -1,13 +1,12 @@
 """Several GPUs: how gradients and weights travel (ZeRO stage 2; Rajbhandari et al. 2019,
 https://arxiv.org/abs/1910.02054).
 
-Each rank computes the gradients of its own micro-batches, and holds only its share of the optimizer state:
-moments, float32 weights and, with gradient accumulation, float32 sums of gradients. During each backward
-pass, it sends every other rank that one's part of each matrix's gradient, as soon as it is computed. The
-owner adds them up in the order of the micro-batches, whichever ranks computed them, so that an update has
-the same bits on 1, 2, 4, 8 or 16 GPUs. This moves as many bytes as a reduce-scatter. The new weights arrive
-before the next forward pass needs them.
-"""
+Each rank computes the gradients of its own micro-batches, and holds only its share of the optimizer
+state: moments, float32 weights and, with gradient accumulation, float32 sums of gradients. During
+each backward pass, it sends every other rank that one's part of each matrix's gradient, as soon as
+it is computed. The owner adds them up in the order of the micro-batches, whichever ranks computed
+them, so that an update has the same bits on 1, 2, 4, 8 or 16 GPUs. This moves as many bytes as a
+reduce-scatter. The new weights arrive before the next forward pass needs them."""
 
 import collections
 import functools
@@ -18,19 +17,24 @@ from llmc.tensors import flat
 
 
 class ZeroMessages(Messages):
-    """What of a step is on the communication stream: messages, and the events at which they have arrived.
+    """What of a step is on the communication stream: messages, and the events at which they have
+    arrived.
 
-    A message is a function of a stream. gradient_sends[name, layer] are those that send a micro-batch's
-    gradients to their owners, and receive all ranks' of this rank's part; (REST, None) has all that is no
-    matrix of a layer. weight_sends[layer] send this rank's new weights to all; None: the rest's.
+    A message is a function of a stream. gradient_sends[name, layer] are those that send a
+    micro-batch's gradients to their owners, and receive all ranks' of this rank's part; (REST,
+    None) has all that is no matrix of a layer. weight_sends[layer] send this rank's new weights to
+    all; None: the rest's.
 
-    What has equal parts is sent by a collective of its own, the others by a group of point-to-point messages;
-    so are small segments of the rest, because a copy engine takes 20 us to start, which nothing hides at the
-    end of a backward pass."""
+    What has equal parts is sent by a collective of its own, the others by a group of point-to-point
+    messages; so are small segments of the rest, because a copy engine takes 20 us to start, which
+    nothing hides at the end of a backward pass."""
 
-    norm_groups = "first layer", "rest"  # that of the other layers is computed while the last matrix travels
-    update_groups = "first layer", "rest", "other layers"  # the next forward pass begins with the first two
-    WEIGHTS = {"first layer": 0, "rest": None, "matrices": 0}  # group -> layer whose weights travel, once updated
+    # that of the other layers is computed while the last matrix travels
+    norm_groups = "first layer", "rest"
+    # the next forward pass begins with the first two
+    update_groups = "first layer", "rest", "other layers"
+    # group -> layer whose weights travel, once updated
+    WEIGHTS = {"first layer": 0, "rest": None, "matrices": 0}
 
     LARGE = 1 << 22  # elements
 
@@ -38,14 +42,15 @@ class ZeroMessages(Messages):
         self.ranks, self.nccl, self.device = ranks, nccl, device
         self.rank, self.rank_count = ranks.rank, ranks.size
         self.own_micro_steps, self.L = own_micro_steps, L
-        self.micro_batch = None  # number of the one whose passes are launched; None outside of a step
+        # number of the one whose passes are launched; None outside of a step
+        self.micro_batch = None
         self.gradients_arrived, self.weights_arrived = {}, {}  # events
         self.gradient_sends = collections.defaultdict(list)
         self.weight_sends = collections.defaultdict(list)
 
     def start(self, params, grads, received, shares, optimizer, linears):
-        """params, grads: Tensors on the GPU; received (received_size,): room for the gradients of this rank's
-        parts of all ranks; shares: a Shares. Makes the lists of messages."""
+        """params, grads: Tensors on the GPU; received (received_size,): room for the gradients of
+        this rank's parts of all ranks; shares: a Shares. Makes the lists of messages."""
         self.shares, self.optimizer, self.linears = shares, optimizer, linears
         params, grads = flat(params), flat(grads)
         owned = {part.segment: part for part in shares.parts_of(self.rank)}
@@ -82,7 +87,8 @@ class ZeroMessages(Messages):
             self.weight_sends[key[1]].append(functools.partial(self.nccl.exchange, *weights))
 
     def connect(self):
-        """Send each message once, before the capture, because two ranks connect at their first message."""
+        """Send each message once, before the capture, because two ranks connect at their first
+        message."""
         for name, l in self.gradient_sends:
             self.send_gradients(name, l)
         self.send_all_weights()
@@ -105,7 +111,8 @@ class ZeroMessages(Messages):
         self.gradients_arrived[name, l] = self.send(self.gradient_sends[name, l], label, computed)
 
     def send_weights(self, l):
-        """Send and receive the weights that each rank has updated. l: whose matrices; None: the rest."""
+        """Send and receive the weights that each rank has updated. l: whose matrices; None: the
+        rest."""
         label = "weights" if l is None else f"weights {l}"
         self.weights_arrived[l] = self.send(self.weight_sends[l], label)
 
@@ -129,8 +136,8 @@ class ZeroMessages(Messages):
         self.micro_batch = None
 
     def layer_begins(self, l):
-        """In an update's first forward pass, wait for the layer's matrices, and have those of the next two layers
-        on their way; the first layer's have arrived in the previous step."""
+        """In an update's first forward pass, wait for the layer's matrices, and have those of the
+        next two layers on their way; the first layer's have arrived in the previous step."""
         if self.micro_batch != 0:
             return
         if l > 0:
@@ -140,8 +147,8 @@ class ZeroMessages(Messages):
         self.linears.layer_arrived(l, self.ranks.is_first)
 
     def gradient_done(self, name, l=None, event=None):
-        """Send the gradient. The last matrix is the first layer's qkvw: while it travels, the norm of the other
-        layers' gradients is computed. After the rest, the micro-batch is done."""
+        """Send the gradient. The last matrix is the first layer's qkvw: while it travels, the norm
+        of the other layers' gradients is computed. After the rest, the micro-batch is done."""
         if self.micro_batch is None:
             return
         self.send_gradients(name, l, event)
@@ -199,8 +206,9 @@ class PointToPoint:
 
 
 def matrix_parts(shares, stack, rank):
-    """Which rank works on what part of this rank's share of a stack, [(rank, slice)]; and which rank's share has what
-    part of the matrices that this one works on. Each rank works on adjacent matrices."""
+    """Which rank works on what part of this rank's share of a stack, [(rank, slice)]; and which
+    rank's share has what part of the matrices that this one works on. Each rank works on adjacent
+    matrices."""
     count = shares.rank_count
     edges = [stack.begin + stack.count * r // count * stack.size for r in range(count + 1)]
     there, here = [], []
