@@ -219,11 +219,10 @@ def partial_rows(B, T, device):
 
 def gradient_table(config, B, T, precision):
     """name -> Row for the gradients of activations that live across phases."""
+    shape = B, T, config.C
     return {
-        # of the residual stream, all through the backward pass
-        "dresidual": Row((B, T, config.C), precision.dtype),
-        # of a layernorm's or the attention's output
-        "dbranch": Row((B, T, config.C), precision.dtype),
+        "dresidual": Row(shape, precision.dtype),  # of the residual stream, all through the pass
+        "dbranch": Row(shape, precision.dtype),  # of a layernorm's or the attention's output
     }
 
 

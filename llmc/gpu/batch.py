@@ -56,5 +56,7 @@ def sort_tokens(order, piece_begins, piece_tokens, inp):
     number = np.arange(inp.size) - np.repeat(starts, counts)
     begins = np.flatnonzero(number % ENCODER_PIECE == 0)
     tokens = ordered[begins]
-    piece_begins[: begins.size], piece_begins[begins.size :] = begins, inp.size
-    piece_tokens[: begins.size], piece_tokens[begins.size :] = np.where(whole[order[begins]], tokens, ~tokens), 0
+    piece_begins[: begins.size] = begins
+    piece_begins[begins.size :] = inp.size
+    piece_tokens[: begins.size] = np.where(whole[order[begins]], tokens, ~tokens)
+    piece_tokens[begins.size :] = 0

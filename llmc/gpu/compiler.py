@@ -15,7 +15,7 @@ from typing import NamedTuple
 from llmc.errors import UserError
 from llmc.files import replacing
 
-KERNEL_DIRECTORY = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "kernels")
+KERNEL_DIRECTORY = str(Path(__file__).absolute().parents[2] / "kernels")
 INSTEAD = "with no GPU, train with: python train_gpt2.py (or train_llama3.py, train_speedrun.py)"
 IMPORTING = threading.Lock()  # without it, a second thread can find cuda.core half imported
 
@@ -58,8 +58,10 @@ def compile_kernels(name, arch, constants):
             from cuda.pathfinder import find_nvidia_header_directory
         # or None: NVRTC says which one is missing
         headers = KERNEL_DIRECTORY, find_nvidia_header_directory("cudart")
-        options = ProgramOptions(name=path, arch=arch, std="c++17", include_path=[*filter(None, headers)],
-                                 define_macro=[(key, str(value)) for key, value in constants.items()] or None,
+        macros = [(key, str(value)) for key, value in constants.items()]
+        options = ProgramOptions(name=path, arch=arch, std="c++17",
+                                 include_path=[*filter(None, headers)],
+                                 define_macro=macros or None,
                                  split_compile=0)  # a file's kernels on all cores
         return bytes(Program(source, "c++", options).compile("cubin").code)
     except ImportError as error:
@@ -88,17 +90,25 @@ def compiler_version():
 def prepare_kernels(arch, files):
     """Compile the files that the cache lacks, several at once; return the cubins' paths, and how
     many were compiled."""
-    directory, sources, version = cache_directory(), Path(KERNEL_DIRECTORY), compiler_version()
+    directory = cache_directory()
+    version = compiler_version()
+    sources = Path(KERNEL_DIRECTORY)
     headers = [path.read_text() for path in sorted(sources.rglob("*.cuh"))]
-    keys = ["\n".join([version, arch, json.dumps(file.constants), (sources / f"{file.name}.cu").read_text(), *headers])
-            for file in files]  # what a cubin depends on
+
+    def key_of(file):
+        """What a cubin depends on."""
+        source = (sources / f"{file.name}.cu").read_text()
+        return "\n".join([version, arch, json.dumps(file.constants), source, *headers])
+
+    keys = map(key_of, files)
     paths = [os.path.join(directory, f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin")
              for key in keys]
     missing = [(path, file) for path, file in zip(paths, files) if not os.path.exists(path)]
 
     def build(path, file):
-        cubin, own = compile_kernels(file.name, arch, file.constants), f"{path}.{os.getpid()}"
-        with replacing(own) as f:  # another process may be making the same file
+        cubin = compile_kernels(file.name, arch, file.constants)
+        own = f"{path}.{os.getpid()}"  # another process may be making the same file
+        with replacing(own) as f:
             f.write(cubin)
         os.replace(own, path)
 

@@ -56,9 +56,12 @@ class CublasLt:
 
     def __init__(self, device, precision, workspace):
         """workspace(): an array of WORKSPACE bytes for the current stream."""
-        self.device, self.precision, self.workspace, self.library = device, precision, workspace, load_library()
+        self.device, self.precision = device, precision
+        self.workspace = workspace
+        self.library = load_library()
         self.version = self.library.cublasLtGetVersion()
-        self.handle, self.plans = self.create("cublasLtCreate"), {}
+        self.handle = self.create("cublasLtCreate")
+        self.plans = {}  # of matmuls, by shape
 
     def call(self, name, *arguments):
         status = getattr(self.library, name)(*arguments)

@@ -14,7 +14,8 @@ import numpy as np
 from llmc.errors import UserError
 from llmc.gpu.compiler import KernelFile
 from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, pointer
-from llmc.gpu.geometry import WARP, blocks, check_sizes, kernel_files, launch_geometry, model_constants
+from llmc.gpu.geometry import (WARP, blocks, check_sizes, kernel_files, launch_geometry,
+                               model_constants)
 from llmc.gpu.memory import Block
 from llmc.gpu.precision import Precision, copy_weights, resolve_dtype
 from llmc.sampler import check_diverged
@@ -39,8 +40,8 @@ def decode_files(architecture, config, precision, geometry, shared):
     vars(geometry).update(numbers)
     constants = model_constants(config, precision) | architecture.CONSTANTS | numbers
     sizes = {"decode/matmul": dict.fromkeys(DECODE["decode/matmul"], geometry.DECODE_SHARED)}
-    return [KernelFile(name, kernels, constants, sizes.get(name, {})) for name,
-            kernels in DECODE.items()]
+    return [KernelFile(name, kernels, constants, sizes.get(name, {}))
+            for name, kernels in DECODE.items()]
 
 
 def decode_geometry(architecture, config, precision, shared):
@@ -54,19 +55,32 @@ def decode_geometry(architecture, config, precision, shared):
     head's row, 16 bytes each; a block works on SPLIT positions at a time, 8 for each group of
     lanes. SHARED: bytes that a block may use. RMS, ROPE, SWIGLU: whether the model has them."""
     has = architecture.HAS
-    warps, size = 8, 2 if precision.bf16 else 4
-    row, lanes = config.C * size, 1 << (blocks(config.HS * size, 16) - 1).bit_length()
+    size = 2 if precision.bf16 else 4
+    row = config.C * size  # bytes
+    warps = 8
+    lanes = 1 << (blocks(config.HS * size, 16) - 1).bit_length()
     att_parts, att_width = inner_parts(config.NH * config.HS, config.C, size)
     fc_parts, fc_width = inner_parts(config.F, config.C, size)
     geometry = SimpleNamespace(
-        DECODE_RMS=int(has.norm == "rmsnorm"), DECODE_EPS=getattr(config, "eps", 1e-5),
-        DECODE_ROPE=int(has.rope), DECODE_SWIGLU=int(has.activation == "swiglu"),
-        DECODE_ATT_PARTS=att_parts, DECODE_ATT_WIDTH=att_width, DECODE_FC_PARTS=fc_parts, DECODE_FC_WIDTH=fc_width,
-        # odd: no bank conflicts
-        DECODE_WARPS=warps, DECODE_X_ROWS=16, DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),
-        DECODE_FEW=4 if precision.bf16 else 1, DECODE_BLOCKS=2, DECODE_STAGES=4,
-        DECODE_ROW_LANES=lanes, DECODE_SPLIT=8 * warps * WARP // lanes, DECODE_SAMPLE_THREADS=1024,
-        DECODE_SHARED=shared - 2048)  # less what kernels declare and the driver keeps
+        DECODE_RMS=int(has.norm == "rmsnorm"),
+        DECODE_EPS=getattr(config, "eps", 1e-5),
+        DECODE_ROPE=int(has.rope),
+        DECODE_SWIGLU=int(has.activation == "swiglu"),
+        DECODE_ATT_PARTS=att_parts,
+        DECODE_ATT_WIDTH=att_width,
+        DECODE_FC_PARTS=fc_parts,
+        DECODE_FC_WIDTH=fc_width,
+        DECODE_WARPS=warps,
+        DECODE_X_ROWS=16,
+        DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: no bank conflicts
+        DECODE_FEW=4 if precision.bf16 else 1,
+        DECODE_BLOCKS=2,
+        DECODE_STAGES=4,
+        DECODE_ROW_LANES=lanes,
+        DECODE_SPLIT=8 * warps * WARP // lanes,
+        DECODE_SAMPLE_THREADS=1024,
+        DECODE_SHARED=shared - 2048,  # less what kernels declare and the driver keeps
+    )
     for geometry.DECODE_ROWS in (16, 8):
         sizes = (decode_shared(geometry, 1, geometry.DECODE_FEW, True),
                  decode_shared(geometry, 1, geometry.DECODE_X_ROWS, False))
@@ -81,7 +95,8 @@ def inner_parts(IC, C, size):
     """(parts, width): a sum over IC elements of `size` bytes is cut into so many parts of `width`
     elements, C at most; the last one may be shorter. Where C allows it, they begin at multiples of
     64 bytes."""
-    parts, unit = blocks(IC, C), math.gcd(C, 64 // size)
+    parts = blocks(IC, C)
+    unit = math.gcd(C, 64 // size)
     return parts, unit * blocks(IC, parts * unit)
 
 
@@ -107,9 +122,10 @@ def decode_matmul(device, name, arguments, N, OC, parts=1, normalizes=False):
     """Launch a matmul of N rows with a weight (OC, inner dimension), which is cut into parts of C
     elements at most. normalizes: it does the layernorm, too."""
     g = device.geometry
-    shared = {stages: decode_shared(g, stages, N, normalizes) for stages in range(1, g.DECODE_STAGES + 1)}
-    resident = {stages: min(g.DECODE_BLOCKS, g.DECODE_SHARED // size) for stages,
-                size in shared.items()}
+    shared = {stages: decode_shared(g, stages, N, normalizes)
+              for stages in range(1, g.DECODE_STAGES + 1)}
+    resident = {stages: min(g.DECODE_BLOCKS, g.DECODE_SHARED // size)
+                for stages, size in shared.items()}
 
     tiles = OC // g.DECODE_ROWS
     groups = blocks(N, g.DECODE_X_ROWS)
@@ -118,8 +134,8 @@ def decode_matmul(device, name, arguments, N, OC, parts=1, normalizes=False):
         # equally many tiles each: fewer blocks, which read x less often
         grid = blocks(tiles, blocks(tiles, grid))
 
-    stages = max(n for n in shared if n == 1 or n <= blocks(tiles, grid)
-                 and resident[n] == resident[1])
+    stages = max(n for n in shared
+                 if n == 1 or n <= blocks(tiles, grid) and resident[n] == resident[1])
     launch_decode(device, name, (groups, grid, parts), *arguments, N, stages, shared=shared[stages])
 
 
@@ -267,8 +283,8 @@ def decode_layers(decoder, B, T):
 # text, token by token
 
 
-TEXT_CONTROL = np.dtype([("position", "i4"), ("step", "i4"), ("arrived", "i4"), ("top_k", "i4"), ("temperature", "f4"),
-                         ("top_p", "f4")])  # struct Control of step.cuh
+TEXT_CONTROL = np.dtype([("position", "i4"), ("step", "i4"), ("arrived", "i4"), ("top_k", "i4"),
+                         ("temperature", "f4"), ("top_p", "f4")])  # struct Control of step.cuh
 PROMPT_ROWS = 64  # tokens of prompts in one pass
 
 
@@ -281,20 +297,24 @@ class Decoder:
     def __init__(self, architecture, device, config, params, tensors, B, T):
         """For B sequences of at most T positions. params: Tensors on the GPU; tensors:
         Decoder.table's, zeroed; device: with decode_files' kernels."""
-        self.device, self.config, self.params = device, config, with_optional(params)
+        self.device, self.config = device, config
+        self.params = with_optional(params)
         self.B, self.T = B, T
         for name, function in device.functions.items():
             # the same for all: otherwise two kernels cannot share a multiprocessor
             if name.startswith("decode"):
                 function.preferred_shared_memory_carveout = 100
+
         self.acts = tensors
         self.cache = SimpleNamespace(keys=tensors.keys, values=tensors.values)  # (L,B,NKV,T,HS)
         with device.stream:
             angles = architecture.rope(config, T)
             self.rope = None if angles is None else cp.asarray(angles)
-        caches = [SimpleNamespace(keys=tensors.keys[l], values=tensors.values[l]) for l
-                  in range(config.L)]
-        self.layers = [(with_optional(layer(params, l)), cache) for l, cache in enumerate(caches)]
+        self.layers = []  # each layer's parameters, and its cache
+        for l in range(config.L):
+            cache = SimpleNamespace(keys=tensors.keys[l], values=tensors.values[l])
+            self.layers.append((with_optional(layer(params, l)), cache))
+
         ring = self.AHEAD + 1
         self.drawn = pinned_array(4 * ring * B).view(np.int32).reshape(ring, B)
         self.logprobs = pinned_array(4 * ring * B).view(np.float32).reshape(ring, B)
@@ -304,7 +324,8 @@ class Decoder:
     @staticmethod
     def table(architecture, config, precision, B, T, geometry):
         """name -> Row of the KV cache, and of what the passes need."""
-        N, NH, HS = max(B, PROMPT_ROWS), config.NH, config.HS
+        N = max(B, PROMPT_ROWS)
+        NH, HS = config.NH, config.HS
         kept = Row((config.L, B, config.NKV, T, HS), precision.dtype, stacked=True)
         return {
             "keys": kept,
@@ -321,17 +342,21 @@ class Decoder:
 
     def draw(self, prompt, count, randoms, choice, want_logprobs=True):
         """llmc/sampler.py's draw, on the GPU; the log-probabilities are always computed."""
-        first, end = prompt.shape[1], prompt.shape[1] + count
+        first = prompt.shape[1]
+        end = first + count
         tokens = np.empty((self.B, end), np.int32)
         tokens[:, :first] = prompt
         self.set(step=0, top_k=min(choice.top_k, self.config.V), temperature=choice.temperature,
                  top_p=choice.top_p)
+        states = np.array([random.state for random in randoms], np.uint64)
         with self.device.stream:
-            copy_to_gpu(self.acts.randoms, np.array([random.state for random in randoms],
-                                                    np.uint64))
-        begin, begun = 0, first  # where the window begins; tokens drawn, or in flight
+            copy_to_gpu(self.acts.randoms, states)
+
+        begin = 0  # of the window
+        begun = first  # tokens drawn, or in flight
         for t in range(first, end):
-            while begun < end and begun <= t + self.AHEAD and (begun == t or begun - begin <= self.T):
+            last = min(end, t + self.AHEAD + 1)
+            while begun < last and (begun == t or begun - begin <= self.T):
                 if begun - begin > self.T:
                     begin = begun - max(1, self.T // 2)
                     self.read(tokens[:, begin:begun])
@@ -339,6 +364,7 @@ class Decoder:
                     self.read(tokens[:1, :first])
                 self.step((begun - first) % len(self.done))
                 begun += 1
+
             turn = (t - first) % len(self.done)
             self.done[turn].synchronize()
             tokens[:, t] = self.drawn[turn]
@@ -357,14 +383,16 @@ class Decoder:
     def read(self, tokens):
         """Prefill: all sequences continue from tokens (B, P), or (1, P) where they have the same
         ones. The last token is left for the next step."""
-        B, last = len(tokens), tokens.shape[1] - 1
+        B = len(tokens)
+        last = tokens.shape[1] - 1
         each = max(1, PROMPT_ROWS // B)
         for begin in range(0, last, each):
-            piece = np.ascontiguousarray(tokens[:, begin : min(begin + each, last)])
+            some = np.ascontiguousarray(tokens[:, begin : min(begin + each, last)])
             self.set(position=begin)
             with self.device.stream:
-                copy_to_gpu(self.acts.tokens[: piece.size], piece)
-            decode_layers(self, *piece.shape)
+                copy_to_gpu(self.acts.tokens[: some.size], some)
+            decode_layers(self, *some.shape)
+
         if B < self.B and last:
             for tensor in (self.cache.keys, self.cache.values):  # (L,B,...) [:, 1:] = [:, :1]
                 row, pitch = tensor[0, 0].nbytes, tensor[0].nbytes
@@ -372,10 +400,11 @@ class Decoder:
                     cp.cuda.runtime.memcpy2DAsync(
                         tensor[0, b].data.ptr, pitch, tensor.data.ptr, pitch, row, len(tensor),
                         cp.cuda.runtime.memcpyDeviceToDevice, self.device.stream.ptr)
+
         self.set(position=last)
+        latest = np.ascontiguousarray(np.broadcast_to(tokens[:, -1], self.B))
         with self.device.stream:
-            copy_to_gpu(self.acts.tokens[: self.B],
-                        np.ascontiguousarray(np.broadcast_to(tokens[:, -1], self.B)))
+            copy_to_gpu(self.acts.tokens[: self.B], latest)
 
     def step(self, turn):
         """Launch the step that draws each sequence's next token, for the host in row `turn`. The

@@ -106,7 +106,8 @@ def try_gpu(device, open_on):
 def describe_gpu(gpu, count=1):
     """The GPU as a run's header names it; count: GPUs of the run."""
     driver = cp.cuda.runtime.driverGetVersion()
-    return f"{f'{count} x ' if count > 1 else ''}{gpu.name}, {gpu.arch}, CUDA {driver // 1000}.{driver % 1000 // 10}"
+    name = f"{count} x {gpu.name}" if count > 1 else gpu.name
+    return f"{name}, {gpu.arch}, CUDA {driver // 1000}.{driver % 1000 // 10}"
 
 
 @contextlib.contextmanager
@@ -154,7 +155,8 @@ class Device:
                 module = cp.RawModule(path=path)
                 self.functions |= {name: module.get_function(name) for name in file.kernels}
             except cp.cuda.driver.CUDADriverError as error:
-                raise UserError(f"{path}: cannot be loaded ({error}): if it is damaged, remove it") from None
+                raise UserError(f"{path}: cannot be loaded ({error}): if it is damaged, remove"
+                                " it") from None
             self.shared |= file.shared
         for name, size in self.shared.items():
             self.functions[name].max_dynamic_shared_size_bytes = size
@@ -230,15 +232,18 @@ def check(answer):
 
 def encode_tensor_map(array, rows, columns, batches):
     B, T, C = array.shape if array.ndim == 3 else (1, *array.shape)
-    row, dtype = array.strides[-2], {1: "UINT8", 2: "BFLOAT16", 4: "FLOAT32"}[array.itemsize]
+    row = array.strides[-2]  # bytes
+    dtype = {1: "UINT8", 2: "BFLOAT16", 4: "FLOAT32"}[array.itemsize]
     kind = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}")
     swizzle = getattr(driver.CUtensorMapSwizzle,
                       f"CU_TENSOR_MAP_SWIZZLE_{columns * array.itemsize}B")
-    # and strides in bytes
-    sizes = [[driver.cuuint64_t(n) for n in numbers] for numbers in ((C, T, B), (row, row * T))]
-    boxes = [[driver.cuuint32_t(n) for n in numbers] for numbers in ((columns, rows, batches), (1, 1, 1))]
+    sizes = [driver.cuuint64_t(n) for n in (C, T, B)]
+    strides = [driver.cuuint64_t(n) for n in (row, row * T)]
+    box = [driver.cuuint32_t(n) for n in (columns, rows, batches)]
+    steps = [driver.cuuint32_t(1)] * 3
     made, = check(driver.cuTensorMapEncodeTiled(
-        kind, 3, array.data.ptr, *sizes, *boxes, driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+        kind, 3, array.data.ptr, sizes, strides, box, steps,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE))
     return np.void(np.array([int(word) for word in made.opaque], np.uint64).tobytes())
@@ -272,7 +277,9 @@ def launch_early(function, grid, block, arguments, shared, stream):
 def to_float32(array):
     """Copy an array from the GPU to the host; bfloat16 bits and float16 become float32."""
     array = array.get()
-    return bf16_to_float32(array) if array.dtype == np.uint16 else array.astype(np.float32, copy=False)
+    if array.dtype == np.uint16:
+        return bf16_to_float32(array)
+    return array.astype(np.float32, copy=False)
 
 
 def copy_to_gpu(target, source):

@@ -15,13 +15,11 @@ there is a transposed copy of the weight. Of dout and inp in dweight = dout^T @ 
 is read as it is, (N,C), and transposed on the way to the tensor cores; the other one has a
 transposed copy."""
 
-from typing import NamedTuple
-
 import numpy as np
 
 from llmc.gpu.device import copy_to_gpu, cp, pinned_array, pointer
 from llmc.gpu.geometry import FP8_HISTORY, blocks
-from llmc.gpu.matmul import WORKSPACE, Linears, Quantized, rows
+from llmc.gpu.matmul import WORKSPACE
 from llmc.tensors import Row, allocate
 
 # layers with FP8 operands; attproj is a twelfth of the work of GPT-2's
@@ -42,31 +40,37 @@ def operand_table(parameters, N, recomputed):
     """name -> Row of the operands in 8 bits, for N rows, B*T. parameters: the model's table.
     Transposed copies, _t, are padded with zeros to whole 16 bytes. recomputed: names of LINEARS
     whose input is kept for one layer at a time."""
-    shapes, pitch = {name: parameters[f"{name}w"].shape for name in LINEARS}, blocks(N, 16) * 16
+    pitch = blocks(N, 16) * 16
+    shapes = {name: parameters[f"{name}w"].shape for name in LINEARS}
     shapes["logits"] = 1, *parameters.get("lm_head", parameters["wte"]).shape
     table = {}
     for name, (L, OC, C) in shapes.items():
         kept = 1 if name in recomputed else L
-        table |= {f"{name}w": Row((L, OC, C), "uint8", stacked=True),
-                  f"{name}w_t": Row((L, C, OC), "uint8")}
+        table[f"{name}w"] = Row((L, OC, C), "uint8", stacked=True)
+        table[f"{name}w_t"] = Row((L, C, OC), "uint8")
         if name == "fcproj":
-            table |= {"fcproj_inp": Row((kept, N, C), "uint8"),
-                      "fcproj_dout_t": Row((OC, pitch), "uint8")}
+            table["fcproj_inp"] = Row((kept, N, C), "uint8")
+            table["fcproj_dout_t"] = Row((OC, pitch), "uint8")
         else:
-            table |= {f"{name}_inp_t": Row((kept, C, pitch), "uint8")}
+            table[f"{name}_inp_t"] = Row((kept, C, pitch), "uint8")
         if name != "logits":  # whose gradient takes the place of the logits
-            table |= {f"{name}_dout": Row((N, OC), "uint8")}
-    # of the matmul at hand, but for fcproj's
-    return table | {"inp": Row((N, shapes["qkv"][2]), "uint8")}
+            table[f"{name}_dout"] = Row((N, OC), "uint8")
+
+    table["inp"] = Row((N, shapes["qkv"][2]), "uint8")  # of the matmul at hand, but for fcproj's
+    return table
 
 
 def scale_table(L):
     """name -> Row of the scales and what they follow from; column (i * L + l) * 3 + r is for
     LINEARS[i] of layer l and ROLES[r]; the last three are the classifier's, "logits"."""
     count = (len(LINEARS) * L + 1) * len(ROLES)
-    return {"counts": Row((2,), "int64"), "scales": Row((count,)),
-            "history": Row((FP8_HISTORY, count)), "largest": Row((count,), "int32"),
-            "updates": Row((1,), "int32")}
+    return {
+        "counts": Row((2,), "int64"),
+        "scales": Row((count,)),
+        "history": Row((FP8_HISTORY, count)),
+        "largest": Row((count,), "int32"),
+        "updates": Row((1,), "int32"),
+    }
 
 
 class Fp8:
@@ -77,16 +81,20 @@ class Fp8:
         epilogue makes fcproj's input, fcproj's backward pass fc's gradient. Allocates the scales on
         the current stream."""
         self.device, self.matmul, self.params = matmul.device, matmul, params
-        self.operands, self.recomputed, self.fuses_gelu = operands, recomputed, fuses_gelu
+        self.operands = operands
+        self.recomputed = recomputed
+        self.fuses_gelu = fuses_gelu
         self.L = params.table["qkvw"].shape[0]
 
         self.state = allocate(scale_table(self.L), cp)
         self.state.scales.fill(1.0)
+
         # halves of tiles that fit into a workspace
         tiles = WORKSPACE // (4 * 64 * self.device.geometry.MATMUL_BN)
         self.done = cp.zeros((2, tiles), np.int32)
         # counts of updates with even and odd numbers
         self.reports = pinned_array(32).view(np.int64).reshape(2, 2)
+
         self.updates = 0  # before this run
         self.trains = False  # whether this pass is part of an update: the others are in bfloat16
         # whether an update has changed the weights since they were quantized
@@ -105,7 +113,8 @@ class Fp8:
         """plain (N,C), transposed (C,pitch) = E4M3(x * scale), each if not None; x (N,C), or all of
         several layers from l on, each with its scale. Weights are rounded at random. again: for the
         second time in an update, so that amax is not updated."""
-        g, (*_, N, C) = self.device.geometry, x.shape
+        *_, N, C = x.shape
+        g = self.device.geometry
         grid = blocks(C, g.FP8_SIDE), blocks(N, g.FP8_SIDE), x.size // (N * C)
         self.device.launch("quantize", grid, (g.FP8_THREADS,), plain, transposed, x,
                            *self.noted(name, l, role, again), N, C,
@@ -158,20 +167,27 @@ class Fp8:
     def notes(self):
         """For a checkpoint."""
         with self.device.stream:
-            history, scales, updates = (getattr(self.state, name).get() for name in ("history", "scales", "updates"))
-        return {"fp8": {"updates": int(updates[0]), "history": history.tobytes().hex(),
-                        "scales": scales.tobytes().hex()}}
+            history = self.state.history.get()
+            scales = self.state.scales.get()
+            updates = self.state.updates.get()
+        return {"fp8": {
+            "updates": int(updates[0]),
+            "history": history.tobytes().hex(),
+            "scales": scales.tobytes().hex(),
+        }}
 
     def restore(self, notes):
         """Continue with a checkpoint's notes, if they are of a run in FP8 of this model; returns
         whether they are."""
-        found, state = notes.get("fp8"), self.state
+        found = notes.get("fp8")
+        state = self.state
         if not found or len(found["history"]) != 2 * state.history.nbytes:
             return False
         self.updates = found["updates"]
         with self.device.stream:
             for name in ("history", "scales"):
-                copy_to_gpu(getattr(state, name), np.frombuffer(bytes.fromhex(found[name]), np.float32))
+                numbers = np.frombuffer(bytes.fromhex(found[name]), np.float32)
+                copy_to_gpu(getattr(state, name), numbers)
             copy_to_gpu(state.updates, np.array([self.updates], np.int32))
         return True
 
@@ -216,8 +232,10 @@ class Fp8:
         """out (M,N) = scale * a^T @ b (N,K)^T, a (K,M), with sums in float32; K is cut into
         `splits` parts. kernel: "weight", whose out may be (N,M), `across`; "classifier_weight": a
         is E5M2; "classifier_inp": a is E5M2, (M,K)."""
-        (M, N), K = out.shape[::-1] if across else out.shape, b.shape[1]
-        kernels, side = self.matmul.kernels, int(self.device.stream is self.device.side)
+        M, N = out.shape[::-1] if across else out.shape
+        K = b.shape[1]
+        kernels = self.matmul.kernels
+        side = int(self.device.stream is self.device.side)
         columns = self.device.geometry.MATMUL_FP8_LONG_BN
         kernels.launch(f"matmul_fp8_{kernel}", M, N, K, out, self.matmul.stream_workspace(),
                        self.done[side], *self.operands_of(a, b, columns), a_scale, b_scale,
@@ -231,194 +249,6 @@ class Fp8:
     def noted(self, name, l, role, again=False):
         """The arguments of a kernel that makes an operand: its scale, and where it notes the
         largest number, or None if it makes it `again`, and counts."""
-        slot, state = self.slot(name, l, role), self.state
+        slot = self.slot(name, l, role)
+        state = self.state
         return state.scales[slot:], None if again else state.largest[slot:], state.counts
-
-
-class Fp8Linear(NamedTuple):
-    """Linear of matmul.py in 8 bits: of LINEARS, or the classifier, "logits". dout is quantized at
-    its first use, and remembered for the second. backward_weight reads a copy of the input,
-    fcproj's as it is, the others' transposed: kept from forward on, or made again."""
-
-    fp8: Fp8
-    name: str
-    l: int
-    bias: object = None
-    dweight: object = None
-
-    fuses = False
-    fuses_gelu = property(lambda self: self.fp8.fuses_gelu)
-    fuses_qknorm = True
-
-    def place_inp(self, again=False):
-        """Where a normalization writes inp (N,C): a Quantized. again: for the backward pass, which
-        recomputes it."""
-        fp8, kept, noted = self.fp8, self.of_this_layer("_inp_t"), self.fp8.noted(self.name, self.l, "inp", again)
-        if again:
-            return Quantized(None, kept, noted)
-        return Quantized(fp8.operands.inp, None if self.name in fp8.recomputed else kept, noted)
-
-    def forward(self, out, inp):
-        """out (N,OC) = inp @ weight^T + bias. inp: a Quantized; fcproj's: (N,C), not read if fc's
-        forward_gelu has made it."""
-        plain = self.fcproj_inp(inp, made=self.fuses_gelu) if self.name == "fcproj" else inp.plain
-        self.fp8.multiply(rows(out), plain, self.scale("inp"), self.of_this_layer("w"),
-                          self.scale("weight"), self.bias)
-
-    def forward_qknorm(self, out, rstd, inp, *last):
-        """The same of qkv, with QK-norm: see multiply_qknorm."""
-        self.fp8.multiply_qknorm(rows(out), rstd, inp.plain, self.scale("inp"),
-                                 self.of_this_layer("w"), self.scale("weight"), self.bias, *last)
-
-    def fcproj_inp(self, inp, made=False, again=False):
-        """fcproj's input (N,C) in 8 bits, `made` already or not. again: see quantize."""
-        plain = self.of_this_layer("_inp")
-        if not made:
-            self.fp8.quantize(self.name, self.l, "inp", rows(inp), plain, again=again)
-        return plain
-
-    def forward_gelu(self, out, gelu, inp):
-        """`forward`, and fcproj's input = GELU(out); gelu (N,OC): not written."""
-        fcproj = self._replace(name="fcproj")
-        self.fp8.multiply_gelu(rows(out), fcproj.of_this_layer("_inp"), inp.plain,
-                               self.scale("inp"), self.of_this_layer("w"), self.scale("weight"),
-                               self.bias, self.fp8.noted("fcproj", self.l, "inp"))
-
-    def place_dout(self, dout):
-        """Where attention_backward writes dout (B,T,OC): a Quantized, or dout, if its kernels do
-        not write 8 bits."""
-        if not self.fp8.device.geometry.ATTENTION_FP8:
-            return dout
-        return Quantized(self.tensor("_dout"), None, self.fp8.noted(self.name, self.l, "dout"))
-
-    def operand(self, dout):
-        """dout (N,OC), or what `place_dout` returned, as a Quantized. dout of fc: not read if
-        fcproj's backward_inp_gelu has made it; of the classifier: its kernel has made it, in place
-        of the logits."""
-        if isinstance(dout, Quantized):
-            return dout
-        if self.name == "logits":
-            N, OC = rows(dout).shape
-            return Quantized(dout.view(np.uint8).reshape(N, 2 * OC)[:, :OC], None)
-        if made := self.fp8.douts.pop(self.name, None):  # the second use
-            return made
-        made = Quantized(self.tensor("_dout"), self.tensor("_dout_t") if self.name == "fcproj"
-                         else None)
-        if not (self.name == "fc" and self.fp8.fuses_gelu):
-            self.fp8.quantize(self.name, self.l, "dout", rows(dout), made.plain, made.transposed)
-        self.fp8.douts[self.name] = made
-        return made
-
-    def backward_inp(self, dinp, dout, scale=1.0):
-        """dinp (N,C) = scale * dout @ weight (OC,C)."""
-        operands = self.operand(dout).plain, self.scale("dout"), self.of_this_layer("w_t"), self.scale("weight")
-        if self.name == "logits":
-            self.fp8.multiply_long("classifier_inp", rows(dinp), *operands, scale)
-        else:
-            self.fp8.multiply(rows(dinp), *operands, scale=scale)
-
-    def backward_inp_gelu(self, dinp, partials, dout, inp):
-        """fc's gradient = dout @ weight * GELU'(inp (N,C)), partials = its column sums; dinp (N,C):
-        not written."""
-        self.fp8.multiply_gelu_backward(self.fp8.operands.fc_dout, partials,
-                                        self.operand(dout).plain, self.scale("dout"),
-                                        self.of_this_layer("w_t"), self.scale("weight"), rows(inp),
-                                        self.of_this_layer("_inp"), self.scale("inp"),
-                                        self.fp8.noted("fc", self.l, "dout"))
-
-    def backward_weight(self, dout, inp, scale=1.0):
-        """dweight (OC,C) = scale * dout^T @ inp. inp (N,C): read only if it is fcproj's and was
-        recomputed."""
-        dout, multiply, scales = self.operand(dout), self.fp8.multiply_long, (self.scale("dout"), self.scale("inp"))
-        if self.name == "fcproj":
-            inp = self.fcproj_inp(inp, made=self.name not in self.fp8.recomputed, again=True)
-            multiply("weight", self.dweight, inp, scales[1], dout.transposed, scales[0], scale,
-                     across=True)
-        else:
-            kernel = "classifier_weight" if self.name == "logits" else "weight"
-            multiply(kernel, self.dweight, dout.plain, scales[0], self.of_this_layer("_inp_t"),
-                     scales[1], scale)
-
-    def tensor(self, suffix):
-        return getattr(self.fp8.operands, self.name + suffix)
-
-    def of_this_layer(self, suffix):
-        """This layer's part of a tensor, or the only one."""
-        layers = self.tensor(suffix)
-        return layers[self.l % len(layers)]
-
-    def scale(self, role):
-        return self.fp8.scale(self.name, self.l, role)
-
-
-class Fp8Linears(Linears):
-    """The linear layers of a run of --dtype fp8: during an update, those of LINEARS and the
-    classifier are in 8 bits."""
-
-    def __init__(self, matmul, architecture, settings):
-        super().__init__(matmul)
-        self.inputs = architecture.INPUTS
-        self.recomputed = recomputed_inputs(architecture, settings)
-        self.fuses_gelu = architecture.HAS.activation != "swiglu"
-        self.by_layer = settings.gpus > 1  # weights come from other GPUs layer by layer
-
-    def start(self, params, operands):
-        """Allocates the scales on the current stream."""
-        self.operands = operands
-        self.fp8 = Fp8(self.matmul, params, operands, self.recomputed, self.fuses_gelu)
-
-    def linear(self, name, l, weight, bias, dweight):
-        if self.fp8.trains and name in (*LINEARS, "logits"):
-            return Fp8Linear(self.fp8, name, l, bias, dweight)
-        return super().linear(name, l, weight, bias, dweight)
-
-    def dlogits_scale(self, scale):
-        """What the range of E5M2 asks for."""
-        return DLOGITS_SCALE
-
-    def place(self, acts):
-        """Normalizations, and attention's backward pass, find where to write 8 bits."""
-        acts.lnf = Fp8Linear(self.fp8, "logits", 0).place_inp()
-        for l, (forward, backward) in enumerate(zip(acts.layers, acts.backward_layers)):
-            qkv, fc = (Fp8Linear(self.fp8, name, l) for name in ("qkv", "fc"))
-            for linear in (qkv, fc):
-                row = self.inputs[linear.name]
-                setattr(forward, row, linear.place_inp())
-                setattr(backward, row, linear.place_inp(again=True))
-            backward.dqkv = qkv.place_dout(backward.dqkv)
-        return acts
-
-    def calibrate(self, trainer):
-        self.fp8.calibrate(trainer)
-
-    def forget(self):
-        self.fp8.forget()
-
-    def step_begins(self):
-        self.fp8.weights_behind = not self.by_layer
-
-    def weights_changed(self):
-        self.fp8.weights_behind = True
-
-    def pass_begins(self, acts):
-        """Only an update's pass is in 8 bits, which its activations show."""
-        fp8 = self.fp8
-        fp8.trains = isinstance(acts.lnf, Quantized)
-        if fp8.trains and fp8.weights_behind:
-            fp8.quantize_weights()
-            fp8.weights_behind = False
-
-    def layer_arrived(self, l, is_first):
-        self.fp8.quantize_weights(slice(l, l + 1), again=not is_first)
-
-    def update_ends(self, messages):
-        self.fp8.prepare_scales(messages)
-
-    def counts(self, number):
-        return self.fp8.counts(number)
-
-    def notes(self):
-        return self.fp8.notes()
-
-    def restore(self, notes):
-        return self.fp8.restore(notes)

@@ -183,7 +183,8 @@ def layer_geometry(config, precision, arch):
     norm = layernorm_geometry(config, precision, arch)
     # which a block transposes in shared memory; up to C=6144, two or more blocks fit
     norm_rows = 32 if C <= 3072 else 16
-    # columns of a tile of a result of C columns, whose inner dimension is long; C=1600 has no others
+    # columns of a tile of a result of C columns, whose inner dimension is long; C=1600 has no
+    # others
     long_columns = 160 if C % 192 and C % 160 == 0 else 192
     span = WARP * (32 if precision.bf16 else 16)  # channels of a warp
     return {
@@ -233,7 +234,8 @@ def attention_geometry(config, precision, arch):
         return attention_hopper_geometry(HS) | {"ATTENTION_FP8": int(precision.fp8)}
 
     is_small = HS <= 64
-    padded = HS + 8 if precision.bf16 else blocks(HS, 32) * 32  # channels of a row of a tile: mma.cuh
+    # channels of a row of a tile: mma.cuh
+    padded = HS + 8 if precision.bf16 else blocks(HS, 32) * 32
     row = 4 * padded * (2 if precision.bf16 else 4)  # bytes for two pairs of tiles
     passing = 64 if precision.bf16 or is_small and arch != "sm_75" else 32  # sm_75 has 64 KB
     dkv_passing = 32 if precision.bf16 and not is_small else passing

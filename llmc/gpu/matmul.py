@@ -36,7 +36,8 @@ class Linear(NamedTuple):
 
     def forward(self, out, inp, columns=None):
         """out (N,OC) = inp (N,C) @ weight^T + bias. columns: by our kernels, with tiles so wide."""
-        matmul, out, inp = self.matmul, rows(out), rows(inp)
+        matmul = self.matmul
+        out, inp = rows(out), rows(inp)
         if tile := columns or matmul.tile(out.shape[1], narrow=True):
             matmul.kernels.forward(out, inp, self.weight, self.bias, columns=tile)
         else:
@@ -44,7 +45,8 @@ class Linear(NamedTuple):
 
     def forward_gelu(self, out, gelu, inp):
         """The same, and gelu (N,OC) = GELU(out), by our kernels."""
-        kernels, g, out, inp = self.matmul.kernels, self.matmul.device.geometry, rows(out), rows(inp)
+        kernels, g = self.matmul.kernels, self.matmul.device.geometry
+        out, inp = rows(out), rows(inp)
         kernels.launch("matmul_forward_gelu", *out.shape, inp.shape[1], kernels.result(out),
                        kernels.result(rows(gelu)), kernels.operand(inp, g.MATMUL_BM),
                        kernels.operand(self.weight, g.MATMUL_BN), self.bias,
@@ -52,7 +54,8 @@ class Linear(NamedTuple):
 
     def backward_inp(self, dinp, dout, scale=1.0):
         """dinp (N,C) = scale * dout (N,OC) @ weight (OC,C)."""
-        matmul, dinp, dout = self.matmul, rows(dinp), rows(dout)
+        matmul = self.matmul
+        dinp, dout = rows(dinp), rows(dout)
         if matmul.tile(dinp.shape[1]):
             kernels, g = matmul.kernels, matmul.device.geometry
             kernels.launch("matmul_backward_inp", *dinp.shape, dout.shape[1], kernels.result(dinp),
@@ -64,7 +67,8 @@ class Linear(NamedTuple):
     def backward_inp_gelu(self, dinp, partials, dout, inp):
         """dinp (N,C) = dout (N,OC) @ weight (OC,C) * GELU'(inp (N,C)); partials (tiles, C) = dinp's
         sums over the rows of tiles. By our kernels."""
-        kernels, g, dinp, dout = self.matmul.kernels, self.matmul.device.geometry, rows(dinp), rows(dout)
+        kernels, g = self.matmul.kernels, self.matmul.device.geometry
+        dinp, dout = rows(dinp), rows(dout)
         kernels.launch("matmul_backward_inp_gelu", *dinp.shape, dout.shape[1], kernels.result(dinp),
                        partials, kernels.operand(dout, g.MATMUL_BM),
                        kernels.operand(self.weight, g.MATMUL_BK), kernels.result(rows(inp)))
@@ -72,9 +76,11 @@ class Linear(NamedTuple):
     def forward_swiglu(self, out, swiglu, inp):
         """out (N,2F) = inp (N,C) @ weight (2F,C)^T: up, then gate; swiglu (N,F) = up * gate *
         sigmoid(gate). By our kernels, where `fuses`."""
-        kernels, g, swiglu, inp = self.matmul.kernels, self.matmul.device.geometry, rows(swiglu), rows(inp)
-        # columns of up, and as many of gate
-        (N, F), C, columns = swiglu.shape, inp.shape[1], g.MATMUL_BN // 2
+        kernels, g = self.matmul.kernels, self.matmul.device.geometry
+        swiglu, inp = rows(swiglu), rows(inp)
+        N, F = swiglu.shape
+        C = inp.shape[1]
+        columns = g.MATMUL_BN // 2  # of up, and as many of gate
         kernels.launch("matmul_forward_swiglu", N, F, C, kernels.halves(rows(out)),
                        kernels.result(swiglu, narrow=True), kernels.operand(inp, g.MATMUL_BM),
                        kernels.operand(self.weight.reshape(2, F, C), columns), columns=columns)
@@ -82,7 +88,9 @@ class Linear(NamedTuple):
     def backward_inp_swiglu(self, dinp, dout, inp):
         """dinp (N,2F) = SwiGLU's gradient at inp (N,2F) for dout (N,OC) @ weight (OC,F). By our
         kernels, where `fuses`."""
-        kernels, g, dout, (C, F) = self.matmul.kernels, self.matmul.device.geometry, rows(dout), self.weight.shape
+        kernels, g = self.matmul.kernels, self.matmul.device.geometry
+        dout = rows(dout)
+        C, F = self.weight.shape
         kernels.launch("matmul_backward_inp_swiglu", dout.shape[0], F, C,
                        kernels.halves(rows(dinp)), kernels.operand(dout, g.MATMUL_BM),
                        kernels.operand(self.weight, g.MATMUL_BK), kernels.halves(rows(inp)))
@@ -90,7 +98,8 @@ class Linear(NamedTuple):
     def forward_rope(self, out, inp, rope, T):
         """out (N,QKV) = inp (N,C) @ weight^T, queries and keys rotated: row n is at position n % T
         of rope (T,HS/2,2). By our kernels, where `fuses` and has a tile for QKV columns."""
-        matmul, out = self.matmul, rows(out)
+        matmul = self.matmul
+        out = rows(out)
         tile = matmul.tile(out.shape[1], narrow=True)
         matmul.kernels.forward(out, rows(inp), self.weight, rope, T, columns=tile,
                                name="matmul_forward_rope")
@@ -98,9 +107,11 @@ class Linear(NamedTuple):
     def backward_weight(self, dout, inp, scale=1.0, splits=None):
         """dweight (OC,C) = scale * dout (N,OC)^T @ inp (N,C). splits: by our kernel, which cuts N
         into so many parts (split-K)."""
-        matmul, dout, inp, kernels = self.matmul, rows(dout), rows(inp), self.matmul.kernels
+        matmul, kernels = self.matmul, self.matmul.kernels
+        dout, inp = rows(dout), rows(inp)
         if splits or not matmul.cublaslt:
-            sizes, BK = (*self.dweight.shape, len(inp)), matmul.device.geometry.MATMUL_BK
+            sizes = *self.dweight.shape, len(inp)
+            BK = matmul.device.geometry.MATMUL_BK
             kernels.launch("matmul_backward_weight", *sizes,
                            kernels.result(self.dweight, narrow=True), matmul.stream_workspace(),
                            kernels.done[int(matmul.device.stream is matmul.device.side)],
@@ -122,7 +133,7 @@ def rows(array):
 
 class Linears:
     """The linear layers of a run in bfloat16 or float32, and what 8 bits need at other moments of a
-    step: here, nothing. Fp8Linears of llmc/gpu/fp8.py has them in 8 bits."""
+    step: here, nothing. Fp8Linears of fp8_linears.py has them in 8 bits."""
 
     operands = None  # Tensors in 8 bits
 
@@ -203,8 +214,9 @@ class Matmul:
         self.device, self.precision = device, precision
         ours = hopper_matmul(precision, device.gpu.arch) and library != "cublaslt"
         self.kernels = MatmulKernels(device) if ours else None
-        self.cublaslt = CublasLt(device, precision,
-                                 self.stream_workspace) if library != "kernels" else None
+        self.cublaslt = None
+        if library != "kernels":
+            self.cublaslt = CublasLt(device, precision, self.stream_workspace)
 
     def start(self, workspaces):
         """workspaces: Tensors of workspace_table on the GPU."""
@@ -228,15 +240,18 @@ class Matmul:
             return 0
         g = self.device.geometry
         widths = (g.MATMUL_BN, g.MATMUL_NARROW_BN) if narrow else (g.MATMUL_BN,)
-        return next((width for width in widths if columns % width == 0),
-                    0 if self.cublaslt else g.MATMUL_BN)
+        otherwise = 0 if self.cublaslt else g.MATMUL_BN
+        return next((width for width in widths if columns % width == 0), otherwise)
 
     def cublaslt_transposed(self, dweight, dout, inp, scale):
         """Linear.backward_weight in float32: the smaller operand is transposed first, because
         tensor cores want both with N as their inner dimension: see transpose.cu."""
-        (N, OC), C, g = dout.shape, inp.shape[1], self.device.geometry
+        N, OC = dout.shape
+        C = inp.shape[1]
         to = self.transposed[: min(C, OC) * N].reshape(-1, N)
         source, a, b = (inp, dout.T, to.T) if C <= OC else (dout, to, inp)
+
+        g = self.device.geometry
         grid = blocks(source.shape[1], g.TRANSPOSE_SIDE), blocks(N, g.TRANSPOSE_SIDE)
         self.device.launch("transpose", grid, (g.TRANSPOSE_THREADS,), to, source, *source.shape)
         self.cublaslt.multiply(dweight, a, b, scale=scale)
@@ -257,7 +272,8 @@ class MatmulKernels:
     def forward(self, out, inp, weight, *last, columns=None, name="matmul_forward"):
         """last: the bias; of matmul_forward_rope, rope and T. columns: how wide a tile is; None:
         MATMUL_BN."""
-        g, columns = self.geometry, columns or self.geometry.MATMUL_BN
+        g = self.geometry
+        columns = columns or g.MATMUL_BN
         narrow = columns != g.MATMUL_BN
         self.launch(name + "_narrow" * narrow, *out.shape, inp.shape[1], self.result(out, narrow),
                     self.operand(inp, g.MATMUL_BM), self.operand(weight, columns), *last,
@@ -266,11 +282,17 @@ class MatmulKernels:
     def splits(self, OC, C, N, columns=None):
         """Into how many parts to cut N so that the tiles' parts fill the multiprocessors. A part
         costs as much as 1500 rows beside its own, on an H100. columns: as in `forward`."""
-        g, sm_count = self.geometry, self.device.sm_count
+        g = self.geometry
+        sm_count = self.device.sm_count
         tiles = blocks(OC, g.MATMUL_BM) * blocks(C, columns or g.MATMUL_BN)
-        most = max(1, min(11, N // 256)) if tiles <= min(2 * sm_count, self.done.shape[1]) else 1
-        return min(range(1, most + 1),
-                   key=lambda parts: blocks(tiles * parts, sm_count) * (N / parts + 1500))
+        if tiles > min(2 * sm_count, self.done.shape[1]):
+            return 1
+
+        def cost(parts):
+            return blocks(tiles * parts, sm_count) * (N / parts + 1500)
+
+        most = max(1, min(11, N // 256))
+        return min(range(1, most + 1), key=cost)
 
     def operand(self, array, rows):
         """An operand as the kernels take it: TMA copies 128 bytes of `rows` rows at once, BK
@@ -281,15 +303,16 @@ class MatmulKernels:
         """A result, or an operand of its shape, as the kernels take it: TMA copies a strip of a
         tile at once."""
         g = self.geometry
-        return self.device.tensor_map(array, g.MATMUL_BM, g.MATMUL_NARROW_STRIP if narrow
-                                      else g.MATMUL_STRIP)
+        strip = g.MATMUL_NARROW_STRIP if narrow else g.MATMUL_STRIP
+        return self.device.tensor_map(array, g.MATMUL_BM, strip)
 
     def halves(self, array):
         """A tensor of up, then gate, as the kernels take it: TMA copies a strip of one of them at
         once."""
-        g, (N, columns) = self.geometry, array.shape
-        return self.device.tensor_map(array.reshape(N, 2, columns // 2), 1, g.MATMUL_NARROW_STRIP,
-                                      g.MATMUL_BM)
+        g = self.geometry
+        N, columns = array.shape
+        halves = array.reshape(N, 2, columns // 2)
+        return self.device.tensor_map(halves, 1, g.MATMUL_NARROW_STRIP, g.MATMUL_BM)
 
     def launch(self, name, M, N, K, *arguments, columns=None, splits=None, threads=None):
         g = self.geometry

@@ -164,7 +164,8 @@ class TrainerSaver(Saver):
                  **notes_on(recent_values(trainer)), **trainer.linears.notes()}
         version = 5 if settings.precision.bf16 else 3
 
-        arguments = settings, trainer.config, params, state_now(trainer), progress, notes, version, ranks
+        arguments = (settings, trainer.config, params, state_now(trainer), progress, notes, version,
+                     ranks)
         if ranks.size > 1:
             save_checkpoint(*arguments)
         else:

@@ -63,7 +63,9 @@ class Shares:
         as llm.c does, which cuts every tensor layer by layer."""
         self.table, self.rank_count, self.llmc = table, rank_count, llmc
         self.segments = []
-        self.begins, self.treatments = [], []  # of runs of tensors that are treated alike
+        # of runs of tensors that are treated alike
+        self.begins = []
+        self.treatments = []
         self.size = 0
 
         for name, row in table.items():
@@ -92,7 +94,8 @@ class Shares:
 
     def parts_of(self, rank):
         """The Parts of a rank, in the flat buffer's order."""
-        parts, local, received = [], 0, 0
+        parts = []
+        local = received = 0
         for segment in self.segments:
             begin, size = self.cut(segment)[rank]
             if size:
@@ -103,8 +106,8 @@ class Shares:
 
     def cut(self, segment):
         """[(begin, size)] of each rank's part of a segment, in the flat buffer."""
-        edges = [segment.begin + self.edge(segment.size, rank, self.rank_count) for rank
-                 in range(self.rank_count + 1)]
+        count = self.rank_count
+        edges = [segment.begin + self.edge(segment.size, rank, count) for rank in range(count + 1)]
         return [(begin, end - begin) for begin, end in itertools.pairwise(edges)]
 
     def edge(self, size, number, count):
@@ -137,7 +140,10 @@ class Shares:
         index = 0
 
         for segment in self.segments:
-            group = rest if segment.layer is None else first_layer if segment.layer == 0 else other_layers
+            if segment.layer is None:
+                group = rest
+            else:
+                group = first_layer if segment.layer == 0 else other_layers
             part = owned.get(segment)
             for begin, end in self.runs(segment):
                 treatment = self.treatments[bisect.bisect(self.begins, begin) - 1]

@@ -44,7 +44,9 @@ def open_device(architecture, gpu, config, precision, matmul="auto", text=False)
         raise UserError(f"heads of {config.HS} channels need {needed} bytes of shared memory in a"
                         f" block, {gpu.name} has {gpu.shared}: train this model with: python"
                         f" {type(config).__module__}.py")
-    geometry, files = launch_geometry(config, precision, gpu.arch), list(files.values())
+
+    files = list(files.values())
+    geometry = launch_geometry(config, precision, gpu.arch)
     if text:
         from llmc.gpu.decoder import decode_files  # here: only runs that draw text need it
         files += decode_files(architecture, config, precision, geometry, gpu.shared)
@@ -63,7 +65,7 @@ def open_trainer(architecture, gpu, config, params, settings, ranks=SINGLE_PROCE
 
 
 # --------------------------------------------------------------------------------------------------
-# forward passes, and training
+# forward passes
 
 
 class ForwardPasses:
@@ -84,15 +86,17 @@ class ForwardPasses:
     def forward(self, inputs, targets):
         """inputs, targets (B, T) integer ids on the host -> the mean loss, a float."""
         B, T = inputs.shape
+
+        def on_gpu(room, ids):
+            return copy_to_gpu(room.reshape(-1)[: B * T], np.ascontiguousarray(ids, np.int32))
+
         with self.device.stream:
             acts = self.model.activations(B, T)
-            inputs, targets = (copy_to_gpu(room.reshape(-1)[: B * T],
-                                           np.ascontiguousarray(ids, np.int32).reshape(-1))
-                               for room,
-                               ids in ((self.batch.inputs, inputs), (self.batch.targets, targets)))
+            inputs = on_gpu(self.batch.inputs, inputs)
+            targets = on_gpu(self.batch.targets, targets)
             self.model.trunk(acts, inputs)
-            self.device.wait(self.model.classify(acts, targets, self.loss, 1.0 / (B * T),
-                                                 train=False))
+            loss_done = self.model.classify(acts, targets, self.loss, 1.0 / (B * T), train=False)
+            self.device.wait(loss_done)
             return float(self.loss.get()[0])
 
     def losses(self, inputs, targets):
@@ -113,7 +117,8 @@ class Evaluator(ForwardPasses):
         settings = architecture.resolve_auto(architecture.Settings(dtype="float32"), gpu.arch)
         _, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul)
         super().__init__(architecture, config, settings, matmul)
-        self.linears, self.messages = Linears(matmul), Messages()
+        self.linears = Linears(matmul)
+        self.messages = Messages()
 
         with self.device.stream:
             self.params = allocate(architecture.parameter_table(config), cp)
@@ -123,11 +128,15 @@ class Evaluator(ForwardPasses):
     def allocate_activations(self, B, T):
         """Make room for forward passes over (B, T) tokens, or fewer."""
         tables = self.architecture.tables(self.config, self.settings, B, T, self.device)
+        plan = {what: Block(group, scratch=True) for what, group in tables.items()}
         with self.device.stream:
-            self.model = self.make_model(allocate_plan({what: Block(group, scratch=True)
-                                                        for what, group in tables.items()}))
+            self.model = self.make_model(allocate_plan(plan))
             self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32),
                                          targets=cp.empty(B * T, np.int32))
+
+
+# --------------------------------------------------------------------------------------------------
+# training: what a run has, by its settings; then the Trainer
 
 
 def choose_linears(architecture, matmul, settings):
@@ -135,7 +144,7 @@ def choose_linears(architecture, matmul, settings):
     Allocates nothing."""
     if not settings.precision.fp8:
         return Linears(matmul)
-    from llmc.gpu.fp8 import Fp8Linears  # here: few runs need it
+    from llmc.gpu.fp8_linears import Fp8Linears  # here: few runs need it
     return Fp8Linears(matmul, architecture, settings)
 
 
@@ -180,7 +189,8 @@ class Trainer(ForwardPasses):
                                    self.tensors("text"), 1, settings.T)
         self.pin()
 
-        self.steps_begun, self.graph = 0, None
+        self.steps_begun = 0
+        self.graph = None
         self.weights_behind = False  # other ranks have updated weights that have not arrived here
 
     def tensors(self, what):
@@ -205,8 +215,8 @@ class Trainer(ForwardPasses):
             copy_to_gpu(self.optimizer.master, self.shares.take(flat(params), self.ranks.rank))
 
         self.matmul.start(self.tensors("matmul workspaces"))
-        self.linears.start(self.params, self.tensors("operands in 8 bits") if self.precision.fp8
-                           else None)
+        operands = self.tensors("operands in 8 bits") if self.precision.fp8 else None
+        self.linears.start(self.params, operands)
         self.messages.start(self.params, self.grads, received, self.shares, self.optimizer,
                             self.linears)
         self.model = self.make_model(self.buffers)
@@ -247,7 +257,8 @@ class Trainer(ForwardPasses):
     def begin_step(self, batches, learning_rate):
         """Start one update with own_micro_steps batches (inputs, targets), and return its number.
         The one before may still be running."""
-        number, half = self.steps_begun, self.steps_begun % 2
+        number = self.steps_begun
+        half = number % 2
         self.wait(self.finished[half])  # the update before the last one has read this half
         self.stage(half, batches, learning_rate)
         with self.device.stream as stream:
@@ -266,17 +277,22 @@ class Trainer(ForwardPasses):
         half = number % 2
         self.wait(self.finished[half])
         loss, norm, *z = self.reports[half].item()
-        seconds = cp.cuda.get_elapsed_time(self.started[half], self.finished[half]) / 1000
-        return Update(loss, norm if self.settings.needs_norm else None, seconds,
-                      reason_to_skip(self.settings, *z), z if self.settings.skips_outliers
-                      else None, self.linears.counts(number))
+        return Update(
+            loss=loss,
+            norm=norm if self.settings.needs_norm else None,
+            seconds=cp.cuda.get_elapsed_time(self.started[half], self.finished[half]) / 1000,
+            skipped=reason_to_skip(self.settings, *z),
+            z_scores=z if self.settings.skips_outliers else None,
+            fp8=self.linears.counts(number),
+        )
 
     # -- the same in three calls, from Python: forward, compute_gradients, update_now
 
     def compute_gradients(self, inputs, targets):
         """self.grads = the gradients of the loss of the last forward pass, which was over this full
         batch."""
-        acts, batch, scale = self.acts, self.batch, 1.0 / inputs.size
+        acts, batch = self.acts, self.batch
+        scale = 1.0 / inputs.size
         self.stage(0, [(inputs, targets)], 0.0)
         with self.device.stream:
             copy_to_gpu(batch.buffer, self.staged[0].buffer)
@@ -291,7 +307,8 @@ class Trainer(ForwardPasses):
     def update_now(self, learning_rate):
         """Raises UserError if the loss or the norm is not finite: no weight changes from then
         on."""
-        number, self.steps_begun = self.steps_begun, self.steps_begun + 1
+        number = self.steps_begun
+        self.steps_begun += 1
         with self.device.stream as stream:
             copy_to_gpu(self.batch.learning_rate, np.array([learning_rate], np.float32))
             self.model.update(self)
@@ -314,7 +331,8 @@ class Trainer(ForwardPasses):
         staged = self.staged[half]
         staged.learning_rate[0] = learning_rate
         for i, (inputs, targets) in enumerate(batches):
-            staged.inputs[i], staged.targets[i] = inputs, targets
+            staged.inputs[i] = inputs
+            staged.targets[i] = targets
             sort_tokens(staged.order[i], staged.piece_begins[i], staged.piece_tokens[i],
                         staged.inputs[i])
 

@@ -30,22 +30,24 @@ class Nccl:
     def __init__(self, ranks, tokens):
         """ranks: a Ranks; tokens: of a micro-batch. Raises UserError if NCCL is missing, too old,
         or fails."""
-        # ZERO, DEFAULT
-        os.environ.setdefault("NCCL_CTA_POLICY", "2" if ranks.size == 2 or tokens > 4096 else "0")
+        by_copy_engines = ranks.size == 2 or tokens > 4096
+        os.environ.setdefault("NCCL_CTA_POLICY", "2" if by_copy_engines else "0")  # ZERO, DEFAULT
         with warnings.catch_warnings(action="ignore"):
             from cupy.cuda import nccl  # imported here: a run on one GPU does not need it
         version = nccl.get_version() if nccl.available else 0
         if version < 22800:
-            found = f"is {version // 10000}.{version // 100 % 100}" if version else "cannot be loaded"
+            found = "cannot be loaded"
+            if version:
+                found = f"is {version // 10000}.{version // 100 % 100}"
             raise UserError(f"NCCL, for several GPUs, {found}, expected 2.28 or newer: pip install"
                             " -r requirements-gpu.txt")
-        self.nccl, self.rank, self.ranks = nccl, ranks.rank, ranks.size
+        self.nccl = nccl
+        self.rank, self.rank_count = ranks.rank, ranks.size
         self.library = ctypes.CDLL("libnccl.so.2")  # CuPy has loaded it
         with self.errors_as_lines():
             unique_id = nccl.get_unique_id().hex() if ranks.is_first else None
-            self.communicator = nccl.NcclCommunicator(ranks.size,
-                                                      bytes.fromhex(ranks.gather(unique_id)[0]),
-                                                      ranks.rank)
+            unique_id = bytes.fromhex(ranks.gather(unique_id)[0])
+            self.communicator = nccl.NcclCommunicator(ranks.size, unique_id, ranks.rank)
 
     def allocate(self, size):
         """Allocate (size,) uint8 zeros on the GPU for collectives. All ranks must allocate the
@@ -90,13 +92,14 @@ class Nccl:
         """Part r of target (n,) = part `rank` of rank r's source (n,), each cut into `ranks` equal
         parts. target must have the same offset in its allocation on all ranks, because copy engines
         write there."""
-        self.call("ncclAlltoAll", source.data.ptr, target.data.ptr, source.nbytes // self.ranks,
-                  self.nccl.NCCL_INT8, self.communicator.comm, stream.ptr)
+        self.call("ncclAlltoAll", source.data.ptr, target.data.ptr,
+                  source.nbytes // self.rank_count, self.nccl.NCCL_INT8, self.communicator.comm,
+                  stream.ptr)
 
     def all_gather(self, array, stream):
         """Part r of array (n,) = part r of rank r's array, which has the same offset in its
         allocation on all ranks."""
-        size = array.nbytes // self.ranks
+        size = array.nbytes // self.rank_count
         with self.errors_as_lines():
             self.communicator.allGather(array.data.ptr + self.rank * size, array.data.ptr, size,
                                         self.nccl.NCCL_INT8, stream.ptr)

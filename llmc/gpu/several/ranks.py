@@ -25,7 +25,8 @@ from llmc.single_process import TORCHRUN, SingleProcess
 from llmc.tensors import flat
 
 USER = "a run on several GPUs"
-LOST = "a rank ended unexpectedly, or does not answer; the last checkpoint, if any, is whole: resume with -y 1"
+LOST = ("a rank ended unexpectedly, or does not answer; the last checkpoint, if any, is whole:"
+        " resume with -y 1")
 # for the ranks to meet, and for an answer of a rank that lives
 PATIENCE = datetime.timedelta(minutes=10)
 

@@ -63,8 +63,10 @@ class ZeroMessages(Messages):
             if has_equal_parts and (segment.name != REST or segment.size >= self.LARGE):
                 whole = slice(segment.begin, segment.begin + segment.size)
                 arriving = received[mine.received : mine.received + segment.size]
-                self.gradient_sends[key].append(functools.partial(self.nccl.all_to_all, arriving, grads[whole]))
-                self.weight_sends[segment.layer].append(functools.partial(self.nccl.all_gather, params[whole]))
+                send_gradients = functools.partial(self.nccl.all_to_all, arriving, grads[whole])
+                send_weights = functools.partial(self.nccl.all_gather, params[whole])
+                self.gradient_sends[key].append(send_gradients)
+                self.weight_sends[segment.layer].append(send_weights)
                 continue
 
             messages = small[key]
@@ -107,7 +109,12 @@ class ZeroMessages(Messages):
 
     def send_gradients(self, name, l=None, computed=None):
         """Send and receive the gradients of layer l's matrix, or of the rest."""
-        label = "gradients" if name == REST else f"gradients {name}" if l is None else f"gradients {l} {name}"
+        words = ["gradients"]
+        if l is not None:
+            words.append(str(l))
+        if name != REST:
+            words.append(name)
+        label = " ".join(words)
         self.gradients_arrived[name, l] = self.send(self.gradient_sends[name, l], label, computed)
 
     def send_weights(self, l):
