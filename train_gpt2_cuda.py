@@ -446,19 +446,20 @@ def copy_batch(device, batch, pinned, control, begin, end):
                   pointer(pinned), control, batch.nbytes // 4, begin, end)
 
 
-def add_gradients(device, sums, gradients, chunks, ranks, first):
+def add_gradients(device, sums, gradients, chunks, rank_count, first):
     """sums (elements of the chunks,) = (+= if not first) the gradients of one micro-batch of each
     rank, added in the order of ranks. gradients: GPT2.grads or, on several GPUs, those received."""
     device.launch("add_gradients", (chunks.size // CHUNKS.itemsize,),
-                  (device.geometry.UPDATE_THREADS,), sums, gradients, chunks, ranks, int(first))
+                  (device.geometry.UPDATE_THREADS,), sums, gradients, chunks, rank_count,
+                  int(first))
 
 
-def global_norm(device, partials, sums, gradients, chunks, ranks):
+def global_norm(device, partials, sums, gradients, chunks, rank_count):
     """partials[a chunk's index] = the sum of squares of its gradients, which are sums (None: 0) +
     those of each rank's last micro-batch. partials: (chunks of all ranks,). prepare_update takes
     the root of their sum."""
     device.launch("global_norm", (chunks.size // CHUNKS.itemsize,),
-                  (device.geometry.UPDATE_THREADS,), partials, sums, gradients, chunks, ranks)
+                  (device.geometry.UPDATE_THREADS,), partials, sums, gradients, chunks, rank_count)
 
 
 def prepare_update(device, control, reports, scalars, learning_rate, recent, settings):
@@ -474,14 +475,14 @@ def prepare_update(device, control, reports, scalars, learning_rate, recent, set
                   s.skip_loss_zscore, s.skip_norm_zscore)
 
 
-def adamw_update(device, params, master, m, v, sums, gradients, chunks, ranks, control, beta1,
+def adamw_update(device, params, master, m, v, sums, gradients, chunks, rank_count, control, beta1,
                  beta2, seed):
     """One AdamW step for the chunks' elements of params (parameters,), and of this rank's master
     (may be None), m, v. The gradients are sums (None: 0) + those of each rank's last
     micro-batch."""
     device.launch("adamw_update", (update_blocks(device, chunks),),
                   (device.geometry.UPDATE_THREADS,), params, master, m, v, sums, gradients,
-                  chunks, ranks, control, beta2, 1.0 - beta1, 1.0 - beta2, seed)
+                  chunks, rank_count, control, beta2, 1.0 - beta1, 1.0 - beta2, seed)
 
 
 def update_blocks(device, chunks):

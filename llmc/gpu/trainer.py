@@ -219,7 +219,8 @@ class Trainer(ForwardPasses):
         self.linears.start(self.params, operands)
         self.messages.start(self.params, self.grads, received, self.shares, self.optimizer,
                             self.linears)
-        self.model = self.make_model(self.buffers)
+        of_passes = architecture.tables(self.config, settings, settings.B, settings.T, self.device)
+        self.model = self.make_model({what: self.buffers[what] for what in of_passes})
         self.acts = self.model.training_activations(settings.B, settings.T)
         self.batch = self.tensors("the batch")
 
