@@ -21,9 +21,9 @@ class ZeroMessages(Messages):
     arrived.
 
     A message is a function of a stream. gradient_sends[name, layer] are those that send a
-    micro-batch's gradients to their owners, and receive all ranks' of this rank's part; (REST,
-    None) has all that is no matrix of a layer. weight_sends[layer] send this rank's new weights to
-    all; None: the rest's.
+    micro-batch's gradients of a matrix to their owners, and receive all ranks' of this rank's part;
+    (REST, None) are those of embeddings, biases and norms. weight_sends[layer] send this rank's new
+    weights of a layer's matrices to all; None: the rest's.
 
     What has equal parts is sent by a collective of its own, the others by a group of point-to-point
     messages; so are small segments of the rest, because a copy engine takes 20 us to start, which
@@ -42,8 +42,8 @@ class ZeroMessages(Messages):
         self.ranks, self.nccl, self.device = ranks, nccl, device
         self.rank, self.rank_count = ranks.rank, ranks.size
         self.own_micro_steps, self.L = own_micro_steps, L
-        # number of the one whose passes are launched; None outside of a step
-        self.micro_batch = None
+        self.micro_batch = None  # number of the one that is launched; None outside of a step
+        self.matrices_sent = 0  # in this micro-batch
         self.gradients_arrived, self.weights_arrived = {}, {}  # events
         self.gradient_sends = collections.defaultdict(list)
         self.weight_sends = collections.defaultdict(list)
@@ -138,6 +138,7 @@ class ZeroMessages(Messages):
 
     def step_begins(self):
         self.micro_batch = 0
+        self.matrices_sent = 0
 
     def step_ends(self):
         self.micro_batch = None
@@ -154,18 +155,24 @@ class ZeroMessages(Messages):
         self.linears.layer_arrived(l, self.ranks.is_first)
 
     def gradient_done(self, name, l=None, event=None):
-        """Send the gradient. The last matrix is the first layer's qkvw: while it travels, the norm
-        of the other layers' gradients is computed. After the rest, the micro-batch is done."""
+        """Send the gradient. The last matrix is of the first layer: while it travels, the norm of
+        the other layers' gradients is computed. After the rest, the micro-batch is done."""
         if self.micro_batch is None:
             return
         self.send_gradients(name, l, event)
-
-        is_last_micro_batch = self.micro_batch == self.own_micro_steps - 1
-        if is_last_micro_batch and (name, l) == ("qkvw", 0) and self.L > 1:
-            self.device.wait(self.gradients_arrived["qkvw", 1])
-            self.optimizer.norm_of("other layers")
         if name == REST:
             self.micro_batch += 1
+            self.matrices_sent = 0
+            return
+
+        self.matrices_sent += 1
+        if l != 0:
+            self.others_arrived = self.gradients_arrived[name, l]  # messages arrive in order
+        is_last_matrix = self.matrices_sent == len(self.gradient_sends) - 1
+        is_last_micro_batch = self.micro_batch == self.own_micro_steps - 1
+        if is_last_matrix and is_last_micro_batch and self.L > 1:
+            self.device.wait(self.others_arrived)
+            self.optimizer.norm_of("other layers")
 
     # -- the optimizer's hooks
 
