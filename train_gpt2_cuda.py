@@ -298,7 +298,7 @@ def launch_norm(device, name, residual, out, *arguments):
     if isinstance(out, Quantized):
         name += "_fp8"
         rows = g.NORM_TILE_ROWS
-        outs = [out.plain, out.transposed, *out.noted]
+        outs = [out.plain, out.transposed, *out.scaling]
     device.launch(name, (blocks(N, rows),), (g.LAYERNORM_THREADS,), residual, *outs, *arguments)
 
 
@@ -374,7 +374,7 @@ def launch_attention(device, name, arguments, reads, B, T, heads):
     write, *others = arguments
     if isinstance(write, Quantized):
         name += "_fp8"
-        arguments = write.plain, *others, *write.noted
+        arguments = write.plain, *others, *write.scaling
         write = write.plain.reshape(B, T, -1)
 
     columns = g.ATTENTION_BOX_COLUMNS

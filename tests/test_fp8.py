@@ -311,7 +311,7 @@ def test_matmul_gelu(request, fp8, M, N, K, sm_count):
     whole = blocks(M * N, GPT2.F)  # rows of gelu.cu, which knows F
     out, wanted_out, gelu = unwritten(M, N, dtype="bfloat16"), *unwritten(2, whole * GPT2.F, dtype="bfloat16")
     got, wanted = bytes_on_gpu((M, N)), bytes_on_gpu((M, N))
-    fp8.multiply_gelu(out, got, *operands, fp8.noted("fcproj", 1, "inp"))
+    fp8.multiply_gelu(out, got, *operands, fp8.scaling("fcproj", 1, "inp"))
     noted = fp8.state.largest.get(), fp8.state.counts.get()
     fp8.forget()
     wanted_out[...] = 0
@@ -339,7 +339,7 @@ def test_matmul_gelu_backward(request, fp8, M, N, K, sm_count):
     fp8.state.scales[slot] = scale
     got, partials = bytes_on_gpu((M, N)), unwritten(blocks(M, 128), N)
     fp8.multiply_gelu_backward(got, partials, a, scales[:1], b, scales[1:], on_gpu(inp, dtype="bfloat16"), gelu,
-                               on_gpu(np.float32([2])), fp8.noted("fc", 1, "dout"))
+                               on_gpu(np.float32([2])), fp8.scaling("fc", 1, "dout"))
     plain = decode_e4m3(natural(got.get(), COLUMN_ORDER))
     assert (np.abs(plain - expected * scale) <= np.abs(expected * scale) * 2.0**-4 + 224 * 2.0**-8).all()
     assert np.abs(plain - expected * scale).mean() < 2.0**-5 * np.abs(expected * scale).mean()
@@ -376,7 +376,7 @@ def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, normed, sm_c
         partials, exact = backward(rounded, rope), to_float32(rounded).reshape(B * T, QKV)
         slot, largest = fp8.slot("qkv", 1, "dout"), np.abs(exact).max()
         fp8.state.scales[slot] = scale = 2.0 ** np.floor(np.log2(highest / largest))
-        got = Quantized(bytes_on_gpu((B * T, QKV)), None, fp8.noted("qkv", 1, "dout"))
+        got = Quantized(bytes_on_gpu((B * T, QKV)), None, fp8.scaling("qkv", 1, "dout"))
         assert backward(got, rope).tobytes() == partials.tobytes()
         numbers, expected = decode_e4m3(in_natural_order(got)[0]), np.clip(exact * scale, -LARGEST, LARGEST)
         step = np.ldexp(1.0, np.maximum(np.frexp(expected * (1 + 2.0**-8))[1], -5) - 4)

@@ -117,7 +117,7 @@ class Fp8:
         g = self.device.geometry
         grid = blocks(C, g.FP8_SIDE), blocks(N, g.FP8_SIDE), x.size // (N * C)
         self.device.launch("quantize", grid, (g.FP8_THREADS,), plain, transposed, x,
-                           *self.noted(name, l, role, again), N, C,
+                           *self.scaling(name, l, role, again), N, C,
                            N if transposed is None else transposed.shape[-1],
                            self.state.updates if role == "weight" else None,
                            self.slot(name, l, role), len(ROLES))
@@ -208,24 +208,24 @@ class Fp8:
                        *self.operands_of(a, b, columns), bias, a_scale, b_scale, *last,
                        columns=columns, threads=self.device.geometry.MATMUL_GELU_THREADS)
 
-    def multiply_gelu(self, out, gelu, a, a_scale, b, b_scale, bias, noted):
-        """out (M,N), and gelu (M,N) in 8 bits = GELU(out) * its scale. noted: the arguments for its
+    def multiply_gelu(self, out, gelu, a, a_scale, b, b_scale, bias, scaling):
+        """out (M,N), and gelu (M,N) in 8 bits = GELU(out) * its scale. scaling: the arguments for its
         scale."""
         kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
         kernels.launch("matmul_fp8_gelu", *out.shape, a.shape[1], kernels.result(out, True),
                        kernels.result(gelu, True), *self.operands_of(a, b, columns), bias, a_scale,
-                       b_scale, *noted, columns=columns,
+                       b_scale, *scaling, columns=columns,
                        threads=self.device.geometry.MATMUL_GELU_THREADS)
 
     def multiply_gelu_backward(self, dinp, partials, a, a_scale, b, b_scale, inp, gelu, gelu_scale,
-                               noted):
+                               scaling):
         """dinp (M,N) in 8 bits = a (M,K) @ b (N,K)^T * GELU'(inp (M,N)) * its scale; partials
         (tiles,N): column sums. Of squared ReLU, gelu (M,N) is read, in 8 bits, not inp."""
         kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
         kernels.launch("matmul_fp8_gelu_backward", *inp.shape, a.shape[1],
                        kernels.result(dinp, True), partials, *self.operands_of(a, b, columns),
                        kernels.result(inp, True), kernels.result(gelu, True), a_scale, b_scale,
-                       gelu_scale, *noted, columns=columns,
+                       gelu_scale, *scaling, columns=columns,
                        threads=self.device.geometry.MATMUL_GELU_THREADS)
 
     def multiply_long(self, kernel, out, a, a_scale, b, b_scale, scale, across=False, splits=None):
@@ -246,9 +246,9 @@ class Fp8:
         kernels = self.matmul.kernels
         return kernels.operand(a, self.device.geometry.MATMUL_BM), kernels.operand(b, columns)
 
-    def noted(self, name, l, role, again=False):
-        """The arguments of a kernel that makes an operand: its scale, and where it notes the
-        largest number, or None if it makes it `again`, and counts."""
+    def scaling(self, name, l, role, again=False):
+        """The arguments of a kernel that makes an operand: its scale, amax (None if it makes the
+        operand `again`), and counts of numbers too large and too small."""
         slot = self.slot(name, l, role)
         state = self.state
         return state.scales[slot:], None if again else state.largest[slot:], state.counts

@@ -31,7 +31,7 @@ class Fp8Linear(NamedTuple):
         transposed = self.of_this_layer("_inp_t")
         if not again and self.name in self.fp8.recomputed:
             transposed = None
-        return Quantized(plain, transposed, self.fp8.noted(self.name, self.l, "inp", again))
+        return Quantized(plain, transposed, self.fp8.scaling(self.name, self.l, "inp", again))
 
     def forward(self, out, inp):
         """out (N,OC) = inp @ weight^T + bias. inp: a Quantized; fcproj's: (N,C), not read if fc's
@@ -57,14 +57,14 @@ class Fp8Linear(NamedTuple):
         fcproj = self._replace(name="fcproj")
         self.fp8.multiply_gelu(rows(out), fcproj.of_this_layer("_inp"), inp.plain,
                                self.scale("inp"), self.of_this_layer("w"), self.scale("weight"),
-                               self.bias, self.fp8.noted("fcproj", self.l, "inp"))
+                               self.bias, self.fp8.scaling("fcproj", self.l, "inp"))
 
     def place_dout(self, dout):
         """Where attention_backward writes dout (B,T,OC): a Quantized, or dout, if its kernels do
         not write 8 bits."""
         if not self.fp8.device.geometry.ATTENTION_FP8:
             return dout
-        return Quantized(self.tensor("_dout"), None, self.fp8.noted(self.name, self.l, "dout"))
+        return Quantized(self.tensor("_dout"), None, self.fp8.scaling(self.name, self.l, "dout"))
 
     def operand(self, dout):
         """dout (N,OC), or what `place_dout` returned, as a Quantized. dout of fc: not read if
@@ -101,7 +101,7 @@ class Fp8Linear(NamedTuple):
                                         self.operand(dout).plain, self.scale("dout"),
                                         self.of_this_layer("w_t"), self.scale("weight"), rows(inp),
                                         self.of_this_layer("_inp"), self.scale("inp"),
-                                        self.fp8.noted("fc", self.l, "dout"))
+                                        self.fp8.scaling("fc", self.l, "dout"))
 
     def backward_weight(self, dout, inp, scale=1.0):
         """dweight (OC,C) = scale * dout^T @ inp. inp (N,C): read only if it is fcproj's and was

@@ -17,7 +17,7 @@ class Quantized(NamedTuple):
 
     plain: object  # (N,C), or None
     transposed: object  # (C,pitch), or None
-    noted: tuple = ()  # to write: what Fp8.noted returns
+    scaling: tuple = ()  # to write it: what Fp8.scaling returns
 
 
 class Linear(NamedTuple):
