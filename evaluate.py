@@ -15,9 +15,9 @@ limited to the model's longest sequence, which is that length for models trained
 Validation loss: the mean over consecutive rows of --context tokens, as the trainers compute it with a large -m.
 Perplexity: over windows of --context tokens, --stride apart. Only a window's new tokens count, so all but the first
 window's are predicted from at least context - stride others: transformers' "Perplexity of fixed-length models".
-Bits per byte: the losses of the same windows, divided by the bytes of the text. Unlike perplexity, it can be compared
-between vocabularies. End-of-text tokens are not text and are left out.
-HellaSwag: llm.c's acc_norm.
+Bits per byte: the losses of the same windows, divided by the bytes of the text, which prepro_text.py notes in a token
+file. Unlike perplexity, it can be compared between vocabularies. End-of-text tokens are not text and are left out.
+HellaSwag, MMLU: acc_norm is llm.c's, the ending with the smallest mean loss of a token; acc, with the smallest sum.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
@@ -26,11 +26,14 @@ import argparse
 import json
 import math
 import os
+import sys
 import warnings
+from typing import NamedTuple
 
 import numpy as np
 
-from llmc.dataloader import find_files, names_shards, open_tokens, tokenizer_beside, validation_name
+from llmc.dataloader import (TokenFile, find_files, names_shards, open_tokens, tokenizer_beside,
+                             validation_name)
 from llmc.errors import Parser, UserError, run_main
 from llmc.files import HELLASWAG
 from llmc.hellaswag import count_correct, load_examples
@@ -104,35 +107,30 @@ def score(model, tokens, windows, B, T, what):
 
 
 class Sum:
-    """Sums over the scored tokens: losses and number of all, and losses and bytes of those that are not end of text."""
+    """Sums over scored tokens: losses and number of all, and losses and bytes of those that are not end of text."""
 
     def __init__(self, tokenizer=None):
-        self.loss, self.tokens, self.text_loss, self.bytes = 0.0, 0, 0.0, 0
-        self.eot = tokenizer.eot if tokenizer else -1
-        self.lengths = np.array([len(token) for token in tokenizer.tokens]) if tokenizer else None
+        self.tokenizer = tokenizer
+        self.loss = self.text_loss = 0.0
+        self.tokens = self.bytes = 0
 
     def add(self, ids, losses):
         self.loss += losses.sum(dtype=np.float64)
         self.tokens += len(ids)
-        if self.lengths is not None:
-            text = ids != self.eot
-            self.text_loss += losses[text].sum(dtype=np.float64)
-            self.bytes += int(self.lengths[ids[text]].sum())
+        if self.tokenizer:
+            is_text = ids != self.tokenizer.eot
+            self.text_loss += losses[is_text].sum(dtype=np.float64)
+            self.bytes += int(self.tokenizer.lengths[ids[is_text]].sum())
 
     @property
     def mean(self):
         return float(self.loss / self.tokens)
 
-    @property
-    def bits_per_byte(self):
-        """None if the vocabulary is unknown, or no token is text."""
-        return float(self.text_loss / math.log(2) / self.bytes) if self.bytes else None
-
 
 def evaluate_data(model, files, tokenizer, B, T, stride):
-    """Return the results on token arrays as a dict; raises UserError if a loss is not finite."""
+    """Return the results on Data as a dict; raises UserError if a loss is not finite."""
     validation, perplexity = Sum(), Sum(tokenizer)
-    for tokens in files:
+    for _, tokens, _ in files:
         for scored in score(model, tokens, rows(len(tokens), T), B, T, "validation loss"):
             validation.add(*scored)
         for scored in score(model, tokens, strided(len(tokens), T, stride), B, T, "perplexity"):
@@ -140,18 +138,41 @@ def evaluate_data(model, files, tokenizer, B, T, stride):
     for found in (validation.mean, perplexity.mean):
         if not math.isfinite(found):
             raise UserError(f"the model's loss is {found}: it has diverged")
+    text_bytes = bytes_of_text(files, perplexity) if tokenizer else 0
     return {
         "validation_loss": validation.mean,
         "perplexity": math.exp(perplexity.mean),
-        "bits_per_byte": perplexity.bits_per_byte,
+        "bits_per_byte": float(perplexity.text_loss / math.log(2) / text_bytes) if text_bytes else None,
         "tokens": perplexity.tokens,
-        "bytes": perplexity.bytes or None,
+        "bytes": text_bytes or None,
     }
 
 
+def bytes_of_text(files, scored):
+    """How many bytes of text the scored tokens stand for, as their files say or, if a text is the bytes of its tokens,
+    as the vocabulary does; 0, with a note, if neither knows."""
+    if scored.tokens == sum(len(tokens) - 1 for _, tokens, _ in files) and all(count for *_, count in files):
+        return sum(count for *_, count in files)
+    if scored.tokenizer.is_exact:
+        return scored.bytes
+    unknown = next((path for path, _, count in files if not count), None)
+    why = f"{unknown}: does not say of how many bytes" if unknown else "not all tokens of the data are scored"
+    print(f"note: no bits per byte: the bytes of this vocabulary's tokens are not those of the text; {why}",
+          file=sys.stderr)
+    return 0
+
+
+class Data(NamedTuple):
+    """Tokens of a file."""
+
+    path: str
+    tokens: np.ndarray  # (n,) integers
+    text_bytes: int  # that all but the first stand for; 0 if the file does not say, or for a part of it
+
+
 def open_files(pattern, V, most, tokenizer=None):
-    """Return the token arrays of --data, cut to `most` tokens in all (0: no limit). Raises UserError if they are of
-    another vocabulary than `tokenizer`."""
+    """Return --data as a list of Data, of `most` tokens in all (0: no limit). Raises UserError if they are of another
+    vocabulary than `tokenizer`."""
     beside = tokenizer_beside(pattern)
     if tokenizer and os.path.lexists(beside) and read_tokenizer(beside) != tokenizer:
         raise UserError(f"--data {pattern}: {beside} is another vocabulary than the model's, {tokenizer.path}")
@@ -162,8 +183,10 @@ def open_files(pattern, V, most, tokenizer=None):
     for path in paths:
         if left > 1:
             tokens = open_tokens(path, V, 2, " to predict one from the other")
-            files.append(tokens[: int(min(left, len(tokens)))])
-            left -= len(files[-1])
+            taken = tokens[: int(min(left, len(tokens)))]
+            left -= len(taken)
+            text_bytes = TokenFile(path, V).text_bytes if len(taken) == len(tokens) else 0
+            files.append(Data(path, taken, text_bytes))
     return files
 
 
@@ -181,8 +204,9 @@ def evaluate_choices(model, name, examples, B, T):
             advance(len(inputs))
             return model.losses(inputs, targets)
 
-        correct = count_correct(losses_of, examples, B, T)
-    return {"acc_norm": correct / len(examples), "correct": correct, "examples": len(examples)}
+        normed, correct = count_correct(losses_of, examples, B, T)
+    return {"acc_norm": normed / len(examples), "acc": correct / len(examples), "correct": normed,
+            "examples": len(examples)}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -233,7 +257,7 @@ def data_of_run(model):
     notes = read_notes(model, step) if step is not None else {}
     if "data" in notes:
         train = notes["data"]
-        return notes["val_data"] or (validation_name(train) if names_shards(train) else train)
+        return notes.get("val_data") or (validation_name(train) if names_shards(train) else train)
     raise UserError(f"{model}: names no data to evaluate on: pass --data FILES, or --hellaswag FILE, or both")
 
 
@@ -277,7 +301,8 @@ def print_results(results):
                       for name, key, spec, stride in measures if results[key] is not None])
     for flag, name in CHOICES.items():
         if found := results.get(flag):
-            table.append([(f"{name} acc_norm", f"{found['acc_norm']:.4f} ({found['correct']} of {found['examples']})")])
+            table.append([(f"{name} acc_norm", f"{found['acc_norm']:.4f} ({found['correct']} of {found['examples']})"),
+                          (f"{name} acc", f"{found['acc']:.4f}")])
     print_table(table)
 
 

@@ -70,6 +70,26 @@ def prompt_ids(prompt, tokenizer, V):
     return np.array([prompt], np.int32)
 
 
+@contextlib.contextmanager
+def bounded_memory(size=1 << 30):
+    """Context manager: what runs in it can allocate `size` bytes more. (A template can multiply a text.)"""
+    try:
+        import resource  # here: Windows has none
+
+        with open("/proc/self/statm") as f:
+            used = int(f.read().split()[0]) * resource.getpagesize()
+    except (ImportError, OSError):
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = used + size
+    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
 class Chat:
     """A conversation with a chat model, in the format of its folder's chat template."""
 
@@ -138,10 +158,12 @@ class Chat:
     def ask(self, text):
         """The ids of the conversation with the user's next message, up to where the answer begins."""
         self.asked = [*self.messages, {"role": "user", "content": valid(text)}]
-        with self.errors_as_lines("the chat template fails"):
+        with self.errors_as_lines("the chat template fails"), bounded_memory():
             whole = self.template.render(messages=self.asked, tools=None, documents=None, add_generation_prompt=True,
                                          **self.names)
-            ids = self.vocabulary.encode(whole, begin=False)
+        if len(whole) > 1 << 22:
+            raise UserError(f"--chat: the chat template makes {len(whole)} characters of the message")
+        ids = self.vocabulary.encode(whole, begin=False)
         if not ids:
             raise UserError(f"--chat: the chat template makes {whole!r} of the message, which is no token")
         return ids
@@ -190,7 +212,6 @@ def until(stops, ids):
 def write(ids, tokenizer, stops):
     """Print ids as text, one at a time, without the tokens `stops`."""
     writer = Writer(tokenizer)
-    writer.left_out = b" " * getattr(tokenizer, "drops_space", False)
     for id in ids:
         if id not in stops:
             writer.write(id)
@@ -237,8 +258,8 @@ def print_json(steps, shown, tokenizer, stops):
         ids = list(until(stops, (int(new[b]) for new, _ in steps)))
         logprobs = [float(of_step[b]) for _, of_step in steps[: len(ids)]]
         text = None
-        if tokenizer:  # with SentencePiece's first space, as it continues a prompt
-            text = b"".join(tokenizer.tokens[id] for id in ids if id not in stops).decode(errors="replace")
+        if tokenizer:
+            text = tokenizer.decode([id for id in ids if id not in stops], after=shown)
         print(json.dumps({"prompt_ids": shown, "ids": ids, "text": text, "logprobs": logprobs}))
 
 
@@ -286,14 +307,37 @@ def parse_arguments():
     return args
 
 
+UNUSED = {  # fields of generation_config.json that change what is drawn, and which this program leaves out: what each
+    "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_p": 0.0,  # is
+    "typical_p": 1.0, "top_h": None, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "num_beams": 1,  # without effect
+    "penalty_alpha": None, "guidance_scale": 1.0, "min_length": 0, "min_new_tokens": 0, "bad_words_ids": None,
+    "force_words_ids": None, "constraints": None, "sequence_bias": None, "suppress_tokens": None,
+    "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None, "watermarking_config": None, "stop_strings": None,
+}  # fmt: skip
+
+
 def complete(args, tokenizer):
-    """Set what the command line leaves open of how tokens are drawn."""
-    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    """Set what the command line leaves open of how tokens are drawn: with --chat as the folder's generation_config.json
+    says or, if that says nothing of it, with little chance."""
+    defaults = Choice()._asdict()
     if args.chat:
         path = f"{tokenizer.prefix}generation_config.json"
-        found = {name: value for name, value in read_object(path).items() if name in defaults and value is not None}
+        config = {name: value for name, value in read_object(path).items() if value is not None}
+        found = {name: config[name] for name in defaults if name in config}
         check_numbers(f"{path}: ", **found)
-        defaults |= found or {"temperature": 0.2, "top_p": 0.9}
+
+        if not config.get("do_sample", True):
+            defaults["temperature"] = 0.0
+        elif found or "do_sample" in config:
+            defaults |= {"top_k": 50} | found  # 50: transformers' default
+        else:
+            defaults |= {"temperature": 0.2, "top_p": 0.9}
+
+        left_out = [f"{name} {config[name]}" for name, neutral in UNUSED.items()
+                    if config.get(name, neutral) not in (neutral, 0, [], {})]
+        if left_out:
+            print(f"note: {path}: {', '.join(left_out)}: not used", file=sys.stderr)
     for name, value in defaults.items():
         setattr(args, name, getattr(args, name, value))
 
@@ -304,7 +348,9 @@ def main():
     args = parse_arguments()
     if hasattr(sys.stdin, "reconfigure"):  # a test's has none
         sys.stdin.reconfigure(errors="surrogateescape", newline=None)  # not UTF-8, as in sys.argv; CRLF
-    architecture, config, params, tokenizer = load_with_vocabulary(args.model, getattr(args, "tokenizer", None))
+    needs_vocabulary = not hasattr(args, "prompt_ids")
+    architecture, config, params, tokenizer = load_with_vocabulary(
+        args.model, getattr(args, "tokenizer", None), needs_vocabulary)
     try:
         decoder = make_decoder(architecture, config, params, args)
     except MemoryError as error:

@@ -24,10 +24,10 @@ from unittest import mock
 import numpy as np
 
 from llmc.api import load, pages
-from llmc.checkpoint import owned_by_one, read_optimizer_state
+from llmc.checkpoint import SeveralRanks, owned_by_one
 from llmc.errors import Parser, UserError, run_main
 from llmc.files import replacing
-from llmc.resume import checkpoint_paths, complete_checkpoints
+from llmc.resume import checkpoint_paths, complete_checkpoints, read_state
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, table_elements, views
 
 FOLDER = Path(__file__).with_name("look")
@@ -170,16 +170,18 @@ def guesses_after_layers(model, calls):
     return found
 
 
-def gradient_times_input(model, T, embedded):
-    """(T, T): how much the loss at position t (row) depends on the token at t2: the gradient with respect to its
-    embedding (1,T,C), times the embedding."""
+def gradient_times_input(model, T):
+    """(T, T): how much the loss at position t (row) depends on the token at t2: the gradient with
+    respect to its embedding, as the first layer reads it, times that. (A speed run's is normalized
+    before: of what is looked up, the length has no effect.)"""
     depends, activations = [], model.acts.buffer.copy()
+    embedded = model.acts.encoded[0].copy()
 
     def call(f, arguments):
         if f.__name__ == "crossentropy_softmax_backward":
             arguments["dlosses"][...] = np.arange(T) == len(depends)
         if f.__name__ == "encoder_backward":
-            depends.append(np.vecdot(arguments["dout"][0], embedded[0]))
+            depends.append(np.vecdot(model.scratch.dresidual[0], embedded))
         f(**arguments)
 
     with watching(call):
@@ -189,17 +191,29 @@ def gradient_times_input(model, T, embedded):
     return np.array(depends)
 
 
-def update(model, path, settings, recorder):
-    """The optimizer's update by this step's gradients, a call for each tensor. What it writes, for the page, is how far
-    it moves weights: of a matrix, where the rows and columns that have the largest moves cross. The moments are those
-    of a run's newest checkpoint, if there are; else it is a first update."""
-    optimizer, step, add = model.optimizer, 0, recorder.numbers.add
+def read_moments(path, optimizer):
+    """Fill the optimizer's moments from a run's newest checkpoint, and return how many updates made
+    them: 0 if there is none, or if each of several GPUs has a share. Raises UserError for a state
+    that is damaged, or another model's."""
+    steps = complete_checkpoints(path)
+    if not steps:
+        return 0
+    model, *_ = checkpoint_paths(path, steps[-1])
+    hint = f"to see a first update of its model: python look.py {model}"
+    try:
+        progress, _ = read_state(path, steps[-1], owned_by_one(optimizer), hint)
+    except SeveralRanks as error:
+        print(f"note: the update shown is a first one: {error}", file=sys.stderr)
+        return 0
+    return progress.step
+
+
+def update(model, step, settings, recorder):
+    """The optimizer's update by this step's gradients, after `step` others, a call for each tensor.
+    What it writes, for the page, is how far it moves weights: of a matrix, where the rows and
+    columns that have the largest moves cross."""
+    optimizer, add = model.optimizer, recorder.numbers.add
     table = model.params.table
-    if steps := complete_checkpoints(path):
-        try:
-            step = read_optimizer_state(checkpoint_paths(path, steps[-1])[1], owned_by_one(optimizer))[0].step
-        except UserError as error:  # of several GPUs, say
-            print(f"note: the update shown is a first one: {error}", file=sys.stderr)
     moved = views(model.params.table, model.params.buffer.copy())
     optimizer.update(model.params, model.grads, settings, settings.learning_rate, step + 1)
     np.subtract(flat(model.params), flat(moved), out=flat(moved))
@@ -258,6 +272,7 @@ def look(path, prompt, tokenizer=""):
                         " model, like d4")
     model.allocate_activations(1, T)
     model.allocate_training(1, T)
+    step = read_moments(path, model.optimizer)
     model.acts = views(model.activation_table(config, 1, T), model.activations_buffer)
     for tensors in (model.acts, model.scratch):
         flat(tensors).fill(np.nan)  # so that whatever is written differs from it
@@ -266,7 +281,7 @@ def look(path, prompt, tokenizer=""):
         loss = model.forward(inputs, targets)
     forward, losses = len(recorder.calls), model.acts.losses[0].tolist()
     guesses = guesses_after_layers(model, recorder.arguments)
-    depends = gradient_times_input(model, T, embedded=recorder.arguments[0][1]["out"])
+    depends = gradient_times_input(model, T)
     with watching(recorder.record):
         model.backward()
     optimizer = vars(sys.modules[type(model.optimizer).__module__])
@@ -278,8 +293,18 @@ def look(path, prompt, tokenizer=""):
         path=path, title=model.TITLE, model=config.describe(), loss=loss, losses=losses, ids=ids.tolist(),
         L=config.L, NH=config.NH, calls=recorder.calls, forward=forward, gradients=recorder.gradients, source=source,
         tensors=recorder.tensors, guesses=guesses, depends=numbers.add(depends), vocabulary=words,
-        update=update(model, path, model.Settings(), recorder), film=film(path, inputs, targets, numbers),
+        update=update(model, step, model.Settings(), recorder),
+        film=film(path, inputs, targets, numbers),
     ), recorder
+
+
+def check_output(path):
+    """Raise UserError if there is something at `path`, and it is not a page of this program's."""
+    file = Path(path)
+    begin = (FOLDER / "page.html").read_bytes().partition(b"{")[0]
+    if file.exists() and not (file.is_file() and file.open("rb").read(len(begin)) == begin):
+        raise UserError(f"-o {path}: is no page of look.py's, and not written over: choose another"
+                        " name")
 
 
 def write_page(path, data, numbers):
@@ -302,6 +327,7 @@ def main():
     parser.add_argument("-o", "--output", default="look.html", help="the page to write (default: %(default)s)")
     parser.add_argument("--open", type=int, choices=(0, 1), default=1, help="1: open it in a browser (the default)")
     args = parser.parse_args()
+    check_output(args.output)
     data, recorder = look(args.model, args.prompt, args.tokenizer)
     write_page(args.output, data, recorder.numbers)
     print(f"{args.output}: {Path(args.output).stat().st_size / 1e6:.1f} MB, loss {data['loss']:.4f}")

@@ -8,11 +8,14 @@ Your own text -> tokens: text, Markdown, code, JSON lines; files, folders, quote
         Saved the vocabulary of 50257 tokens to data/mine_tokenizer.bin
     python train_gpt2.py -e d4 -i data/mine -o runs/mine          # trains on it, from random weights
 
-A document is a file; in .jsonl files, and .json files of the same form, it is the --field of a line, and in a .json
-array of objects, that of each. An end-of-text token begins a document. Folders are read in sorted order, without hidden
-files and files that are not UTF-8 text, which are named; links are followed, and each file is read once. A tenth of the
-tokens is for validation (at most 32768; or --val_fraction), the rest for training, in shards if --shard_tokens is
-given: whole documents from all over the text, or of a text whose documents are too long for that, its end.
+A document is a file; in JSON lines, it is the --field of a line, and in a JSON array of objects,
+that of each: a file's first lines tell, not its name. An end-of-text token begins a document;
+`<|endoftext|>` within a text is that token, too, and in the vocabulary of a Hugging Face folder, so
+are the names of all its special tokens. Folders are read in sorted order, without hidden files and
+files that are not UTF-8 text, which are named; links are followed, and each file is read once. A
+tenth of the tokens is for validation (at most 32768; or --val_fraction), the rest for training, in
+shards if --shard_tokens is given: whole documents from all over the text, or of a text whose
+documents are too long for that, its end.
 
 The vocabulary is GPT-2's, or `bytes`, the 256 byte values, or `chars`, the characters of the text, as in nanoGPT's
 shakespeare_char, or `bpe:4096`, so many tokens made of the text, or that of a run, to train its model on. Several
@@ -39,11 +42,14 @@ from llmc.dataloader import find_files
 from llmc.errors import UserError, import_package, run_main
 from llmc.files import chunks, errors_of_writing, make_directory, open_input
 from llmc.vocabulary import EOT, Folder, Letters, open_vocabulary
-from prepro.common import (HINT, NotText, add_processes, add_val_fraction, check_not_written_over, check_processes,
-                           in_processes, make_parser, output_paths, progress_bar, save_files, save_tokens, val_tokens)
+from prepro.common import (add_processes, add_val_fraction, check_not_written_over, check_processes,
+                           in_processes, make_parser, output_paths, progress_bar, save_files,
+                           val_tokens)
+from prepro.encodings import HINT, NotText, has_controls
 
 VAL_TOKENS = 32768
 PIECE = 1 << 20  # bytes read at a time; also about how many characters are tokenized at a time
+LINES = 8  # the first ones of a file, which tell whether it is JSON lines
 TOKEN_ENDS = re.compile(r"\S[ \n]")  # a token ends between the two: inside tokens, whitespace follows only whitespace
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -122,17 +128,39 @@ def parse_object(text, begins=False):
     return value if isinstance(value, dict) and (begins or end == len(text)) else {}
 
 
-def records_of(path, field, found):
-    """Return what a file's records are, "line" or "element", or None if it is plain text: lines of .jsonl files, and of
-    .json files whose first line is a JSON object of at most 16 MB; elements of .json files that are an array of such.
+def first_records(start):
+    """What the records of a file with this start are, "line" or "element", and the first of them,
+    as objects, {} for one that is none; or (None, []) where there are none."""
+    if start.startswith("["):
+        return "element", [parse_object(start[1:], begins=True)]
+    if start.startswith("{"):
+        lines = [line for line in start.split("\n")[:-1] if line.strip()]  # the last one may be cut
+        return "line", [parse_object(line) for line in lines[:LINES] or [start]]
+    return None, []
 
-    A .json file found in a folder must also have the field in its first record. Other JSON is plain text.
+
+def records_of(path, field, found):
+    """Return what a file's records are, "line" or "element", or None if it is plain text.
+
+    It has records if it begins with JSON objects, of at most 16 MB: more than half of its first
+    lines, or the first element of an array. A file found in a folder must also have the field in
+    one of them. Other .jsonl files have lines, too, so that damage is an error. With the field '',
+    all is plain text.
     """
-    if path.lower().endswith(".json"):
-        start = "".join(itertools.islice(read_text(path), 16)).lstrip()
-        array = start.startswith("[")
-        first = parse_object(start[1:], begins=True) if array else parse_object(start.partition("\n")[0])
-        return ("element" if array else "line") if field in first or first and not found else None
+    if not field:
+        return None
+    start = ""
+    for piece in itertools.islice(read_text(path), 16):
+        start = f"{start}{piece}".lstrip()
+        what, first = first_records(start)
+        is_cut = not any(first) and (what == "element" or "\n" not in start)
+        if start and not (what and is_cut):
+            break
+
+    objects = [*filter(None, first)]
+    has_field = any(field in record for record in objects)
+    if 2 * len(objects) > len(first) and (has_field or not found):
+        return what
     return "line" if path.lower().endswith(".jsonl") else None
 
 
@@ -141,12 +169,37 @@ def read_array(path, advance):
     try:
         return json.loads("".join(read_text(path, advance)))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON ({error}): mend it, or name it .txt to read it as it is") from None
+        raise UserError(f"{path}: not JSON ({error}): mend it, or pass --field '' to read it as it"
+                        " is") from None
+
+
+def is_parquet(path):
+    with open_input(path, HINT) as f:
+        return f.read(4) == b"PAR1"
+
+
+def read_parquet(path, field, advance):
+    """Yield {field: text} of each row; "" for a row without text."""
+    parquet = import_package("pyarrow.parquet", "a Parquet file")
+    try:
+        file = parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        if field not in names:
+            raise UserError(f"{path}: has columns {', '.join(names)}, expected {field!r} among them: pass --field NAME")
+        for batch in file.iter_batches(columns=[field]):
+            for text in batch.column(0).to_pylist():
+                yield {field: "" if text is None else text}
+    except (OSError, ValueError) as error:  # pyarrow's are of these two
+        raise UserError(f"{path}: not a Parquet file ({error})") from None
+    advance(os.path.getsize(path))
 
 
 def read_field(path, field, what, advance):
     """Yield the document of each record, a line or an element; raises UserError for one without text in the field."""
-    records = read_array(path, advance) if what == "element" else read_lines(read_text(path, advance))
+    if what == "row":
+        records = read_parquet(path, field, advance)
+    else:
+        records = read_array(path, advance) if what == "element" else read_lines(read_text(path, advance))
     for number, record in enumerate(records, 1):
         if isinstance(record, str) and not record.strip():
             continue
@@ -156,20 +209,21 @@ def read_field(path, field, what, advance):
             if record and isinstance(record, dict):
                 texts = ", ".join(key for key in record if isinstance(record[key], str))
                 seen = f"text in {texts or 'no field'} (of {', '.join(record)}): pass --field NAME"
-            where = f"{path}:{number}" if what == "line" else f"{path}: element {number}"
-            raise UserError(f"{where}: expected a JSON object with text in {field!r}, found {seen}")
+            where = f"{path}:{number}" if what == "line" else f"{path}: {what} {number}"
+            raise UserError(f"{where}: expected a JSON object with text in {field!r}, found"
+                            f" {seen}, or --field '' to read the file as it is")
         yield record[field].replace("\r\n", "\n").encode(errors="replace").decode()  # replace lone surrogates
 
 
 def documents(path, field, found, advance, whole=False):
     """Yield (whether a document begins here, text) for the documents of a file, long ones in pieces unless `whole`."""
-    if records := records_of(path, field, found):
+    if records := "row" if is_parquet(path) else records_of(path, field, found):
         yield from ((True, text) for text in read_field(path, field, records, advance) if text)
         return
     begins, rest = True, ""
     for text in read_text(path, advance):
-        if "\0" in text and (found or NotText(path, "", b"\0").kind != "binary"):
-            raise NotText(path, "a NUL character", b"\0")
+        if has_controls(text) or found and "\0" in text:
+            raise NotText(path, "control characters", text.encode())
         rest += text
         if len(rest) >= PIECE // 4 and not whole:  # characters have up to 4 bytes
             ends = [match.start() + 1 for match in TOKEN_ENDS.finditer(rest, max(0, len(rest) - 65536))]
@@ -203,13 +257,13 @@ def prepare(lacking, *vocabulary):
     VOCABULARY, LACKING = open_vocabulary(*vocabulary), dict.fromkeys(map(ord, lacking))
 
 
-def has(vocabulary, letter):
-    """Whether a vocabulary of characters, or of Hugging Face, can express a character."""
+def lacks(vocabulary, letter):
+    """Whether a vocabulary of bytes or characters cannot express a character."""
     try:
-        ids = vocabulary.encode(letter, begin=False)
+        vocabulary.encode(letter, begin=False)
     except UserError:
-        return False
-    return vocabulary.decode(ids).strip() != "" and vocabulary.unknown not in ids or letter.isspace()
+        return True
+    return False
 
 
 def make_bpe(size, texts, field, folder):
@@ -220,8 +274,10 @@ def make_bpe(size, texts, field, folder):
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, special_tokens=[EOT], initial_alphabet=letters.alphabet(),
                                              max_token_length=255, show_progress=False)
     with progress_bar(total_size(texts), "making tokens", "B") as advance:
-        pieces = (re.sub(r"(\S{1000})(?=\S)", r"\1 ", text)  # a long word takes time by the square of its length
-                  for path, found in texts.items() for _, text in documents(path, field, found, advance))
+        parts = (part for path, found in texts.items()
+                 for _, text in documents(path, field, found, advance) for part in text.split(EOT))
+        # a long word takes time by the square of its length
+        pieces = (re.sub(r"(\S{1000})(?=\S)", r"\1 ", part) for part in parts)
         tokenizer.train_from_iterator(pieces, trainer)
     tokenizer.save(os.path.join(folder, "tokenizer.json"))
     with open(os.path.join(folder, "generation_config.json"), "w") as f:
@@ -229,26 +285,44 @@ def make_bpe(size, texts, field, folder):
 
 
 def tokenize(job):
-    """Return the tokens of a job's documents, uint16, or int32 if the vocabulary is too large for it."""
-    tokens = []
+    """The tokens of a job's documents, as token_type says; their number of characters, and {character that no token
+    stands for: how often}."""
+    ids, lengths, lost = [], [], collections.Counter()
+    is_folder = isinstance(VOCABULARY, Folder)  # which finds the names of its special tokens itself
     for begins, text in job:
-        if begins:
-            tokens.append(VOCABULARY.eot)
-        tokens += VOCABULARY.encode(text.translate(LACKING) if LACKING else text, begin=False)
-    return np.array(tokens, token_type(VOCABULARY))
+        for part in [text] if is_folder else text.removeprefix(EOT * begins).split(EOT):
+            if begins:
+                ids.append(VOCABULARY.eot)
+                lengths.append(0)
+            begins = True
+
+            found, of_part, lacking = VOCABULARY.measure(part.translate(LACKING) if LACKING else part)
+            ids += found
+            lengths += of_part
+            if found:
+                lengths[-1] += len(part.encode()) - sum(of_part)  # what is left out, or dropped at the end
+            lost.update(letter for letter in lacking if not letter.isspace())
+
+    tokens = np.empty(len(ids), token_type(VOCABULARY))
+    tokens["id"] = ids
+    tokens["bytes"] = lengths
+    tokens["bytes"][tokens["id"] == VOCABULARY.eot] = 0  # its name in a text is no text
+    return tokens, sum(len(text) for _, text in job), lost
 
 
 def token_type(vocabulary):
-    return np.dtype("uint16" if len(vocabulary.tokens) <= 1 << 16 else "int32")
+    """The dtype of a token, and of the bytes of text that it stands for."""
+    return np.dtype([("id", "uint16" if len(vocabulary.tokens) <= 1 << 16 else "int32"), ("bytes", "uint32")])
 
 
-def survey(paths, args):
+def survey(paths, args, known):
     """Read everything once, so that a bad file raises UserError before any work is done.
 
     Returns ({path: found in a folder} of the texts, number of documents, {character: how often it is there}, {path: why
-    it is no text}); characters are not counted if the vocabulary has them all.
+    it is no text}); characters are counted for a vocabulary of characters: `known`, or one that they make.
     """
     texts, count, characters, left = {}, 0, collections.Counter(), {}
+    counts_them = args.vocabulary == "chars" or isinstance(known, Letters) and args.vocabulary != "bytes"
     with progress_bar(total_size(paths), "reading", "B") as advance:
         for path, found in paths.items():
             if found and not os.path.isfile(path):  # a FIFO, a broken link
@@ -258,8 +332,9 @@ def survey(paths, args):
             try:
                 for begins, text in documents(path, args.field, found, advance):
                     begun += begins
-                    if not re.fullmatch("gpt2|bytes|bpe:.*", args.vocabulary):
-                        seen.update(set(text) if args.vocabulary == "chars" else text)
+                    if counts_them:
+                        letters = text.replace(EOT, "")
+                        seen.update(set(letters) if args.vocabulary == "chars" else letters)
             except NotText as error:
                 if not found:
                     raise
@@ -285,7 +360,8 @@ def main():
     parser.add_argument("--vocabulary", default="gpt2", metavar="NAME",
                         help="gpt2; bytes: the 256 byte values; chars: the characters of the text; bpe:N: at most N"
                         " tokens made of it; the directory of a run; or a Hugging Face folder: its tokenizer.json")
-    parser.add_argument("--field", metavar="NAME", default="text", help="field of a JSON object that has the text")
+    parser.add_argument("--field", metavar="NAME", default="text",
+                        help="field of a JSON object that has the text; '': JSON is read as text")
     parser.add_argument("--shard_tokens", type=int, metavar="N", default=argparse.SUPPRESS,
                         help="split the training tokens over shards, PREFIX_train_000000.bin and on, of at most N")
     add_processes(parser, "pieces of text")
@@ -301,7 +377,7 @@ def main():
     if args.vocabulary.startswith("bpe:") and not (bpe and int(bpe[1]) >= 512):
         raise UserError(f"--vocabulary {args.vocabulary}: expected bpe:512 or more, such as bpe:4096")
     known = None if bpe or args.vocabulary == "chars" else open_vocabulary(args.vocabulary)  # downloads GPT-2's once
-    texts, count, characters, left = survey(paths, args)
+    texts, count, characters, left = survey(paths, args, known)
     shards = [f"{args.output}_val_000000.bin", *training_shards(args.output)] if args.shard_tokens else []
     check_not_written_over(texts, output_paths(args.output) + shards)
     if not count:
@@ -314,17 +390,21 @@ def main():
     for kind in dict.fromkeys(error.kind for error in others):
         same = [error for error in others if error.kind == kind]
         print(f"warning: {number_of(len(same), f'{kind} file')} left out, such as {same[0]}", file=sys.stderr)
-    lacking = {letter for letter in characters if not has(known, letter)} if known else ()
+    lacking = {letter for letter in characters if lacks(known, letter)} if known else set()
     if lacking:
-        most = min(lacking, key=lambda letter: (-characters[letter], letter))
-        print(f"warning: --vocabulary {args.vocabulary}: lacks {number_of(len(lacking), 'character')} of the text, such"
-              f" as {most!r}: of {characters.total()} characters, {sum(map(characters.get, lacking))} are lost",
-              file=sys.stderr)
+        warn_of_lost(args, {letter: characters[letter] for letter in lacking}, characters.total())
     with tempfile.TemporaryDirectory() as folder:  # of a vocabulary that is made here
         if bpe:
             make_bpe(int(bpe[1]), texts, args.field, folder)
         names = folder if bpe else args.vocabulary, "".join(sorted(characters))
-        write(texts, lacking if isinstance(known, Letters) else "", names, open_vocabulary(*names), args)
+        write(texts, lacking, names, open_vocabulary(*names), args)
+
+
+def warn_of_lost(args, lost, total):
+    """Say which characters the vocabulary lacks. lost: {character: how often it is in the text}."""
+    most = min(lost, key=lambda letter: (-lost[letter], letter))
+    print(f"warning: --vocabulary {args.vocabulary}: lacks {number_of(len(lost), 'character')} of the text, such as"
+          f" {most!r}: of {total} characters, {sum(lost.values())} are lost", file=sys.stderr)
 
 
 def write(texts, lacking, names, vocabulary, args):
@@ -335,12 +415,18 @@ def write(texts, lacking, names, vocabulary, args):
     with errors_of_writing(output):
         all_tokens = tempfile.TemporaryFile(dir=os.path.dirname(args.output) or ".")
     with all_tokens:
+        lost, total = collections.Counter(), 0
         with progress_bar(size, "tokenizing", "B") as advance:
-            for tokens in in_processes(tokenize, jobs(texts, args.field, advance, isinstance(vocabulary, Folder)),
-                                       processes, prepare, ("".join(sorted(lacking)), *names)):
+            work = jobs(texts, args.field, advance, isinstance(vocabulary, Folder))
+            arguments = "".join(sorted(lacking)), *names
+            for tokens, characters, lost_here in in_processes(tokenize, work, processes, prepare, arguments):
+                lost += lost_here
+                total += characters
                 with errors_of_writing(output):
                     all_tokens.write(tokens)
                     all_tokens.flush()
+        if lost:
+            warn_of_lost(args, lost, total)
         if not all_tokens.tell():
             raise UserError("the text is empty now: did another program write to it just now?")
         tokens = np.memmap(all_tokens, token_type(vocabulary), "r+")
@@ -349,7 +435,14 @@ def write(texts, lacking, names, vocabulary, args):
         if args.shard_tokens:
             save_shards(val, train, vocabulary, args)
         else:
-            save_tokens(list(chunks(val)), list(chunks(train)), vocabulary, args)
+            save(dict(zip(output_paths(args.output), (val, train))), vocabulary, args)
+
+
+def save(parts, vocabulary, args):
+    """Write {path: tokens, as token_type says}, and the vocabulary."""
+    files = {path: list(chunks(part["id"])) for path, part in parts.items()}
+    text_bytes = {path: int(part["bytes"][1:].sum(dtype=np.int64)) for path, part in parts.items()}
+    save_files(files, vocabulary, args, text_bytes)
 
 
 def draw_to_the_end(tokens, eot, most):
@@ -357,7 +450,8 @@ def draw_to_the_end(tokens, eot, most):
     have. Multiples of the golden ratio spread them evenly. Of a text whose documents are longer than most / 4, the end
     stays what it is, `most` tokens."""
     pieces = itertools.accumulate(map(len, chunks(tokens)), initial=0)
-    starts = np.concatenate([begin + np.flatnonzero(piece == eot) for begin, piece in zip(pieces, chunks(tokens))])
+    starts = np.concatenate([begin + np.flatnonzero(piece["id"] == eot)
+                             for begin, piece in zip(pieces, chunks(tokens))])
     lengths = np.diff(starts, append=len(tokens))
     short = np.flatnonzero(lengths <= most // 4)
     order = short[np.argsort(short.astype(np.uint32) * np.uint32(2654435769), kind="stable")]
@@ -383,12 +477,12 @@ def save_shards(val, train, vocabulary, args):
     """Write PREFIX_val_000000.bin and the training shards, PREFIX_train_000000.bin and on, equal in size, at most
     --shard_tokens each."""
     shards = np.array_split(train, -(-len(train) // args.shard_tokens))
-    files = {f"{args.output}_train_{number:06d}.bin": list(chunks(shard)) for number, shard in enumerate(shards)}
+    files = {f"{args.output}_train_{number:06d}.bin": shard for number, shard in enumerate(shards)}
     for path in training_shards(args.output):
         if path not in files:
             raise UserError(f"{path}: would be read as one of the {len(shards)} shards to be written: remove it,"
                             " or pass another --output")
-    save_files({f"{args.output}_val_000000.bin": list(chunks(val)), **files}, vocabulary, args)
+    save({f"{args.output}_val_000000.bin": val, **files}, vocabulary, args)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ import os
 
 from llmc.errors import run_main
 from llmc.vocabulary import open_vocabulary
-from prepro.common import (NotText, add_val_fraction, check_not_written_over, download, make_parser, output_paths,
-                           read_input, save_split)
+from prepro.common import (add_val_fraction, check_not_written_over, download, make_parser,
+                           output_paths, read_input, save_split)
+from prepro.encodings import NotText
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 MD5 = "6fb458f1232090904fb40fe944165e91"

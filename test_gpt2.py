@@ -3,15 +3,15 @@ Parity with PyTorch, tensor by tensor: is the hand-written backward pass right t
 
     python test_gpt2.py                       # gpt2_124M.bin and its debug state; of Llama 3; or of a trained speed run
     python test_gpt2.py --backend cuda-bf16   # of the page for GPUs; BACKENDS has more
-    pytest test_gpt2.py                       # random small models, made on the spot
-    pytest test_gpt2.py -m large              # random GPT-2 124M
+    pytest tests/test_parity.py               # random small models, made on the spot
+    pytest tests/test_parity.py -m large      # random GPT-2 124M
 
 The ladder: logits, losses, the gradients in the order of the backward pass, the losses of the next steps, the same run
 twice, the optimizer's update. The first row that fails says where to look.
 
 The tolerances, and why:
     logits, loss, gradients   FACTOR times the error that rounding alone causes with this model and batch, measured by
-                              NoisyGPT2, with random errors in float64. The bound on single elements catches one
+                              rounding.py, with random errors in float64. The bound on single elements catches one
                               large error; that on the 2-norm, small errors everywhere: in a large tensor of at least
                               100 tokens it hardly varies, and NORM_FACTOR is enough. dev/verdict.py checks on randomly
                               drawn models that a correct trainer never fails.
@@ -34,15 +34,12 @@ import io
 import math
 import os
 import sys
-import zlib
-from typing import NamedTuple
 
 import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
 
 try:
-    import pytest
     import torch
     from torch.nn import functional as F
 except ImportError as error:
@@ -50,21 +47,17 @@ except ImportError as error:
 
 import train_gpt2
 import train_gpt2_cuda as cuda
-from export_weights import VOCABULARIES
-from llmc.api import architecture_of, load_model, on_gpu
-from llmc.checkpoint import read_model, write_model
-from llmc.debugstate import check_tensor, read_debug_state, write_debug_state
-from llmc.gpu.device import copy_to_gpu, cp, gpu_errors_as_lines, open_gpu, to_float32
+from llmc.api import load_model, on_gpu
+from llmc.debugstate import check_tensor, read_debug_state
+from llmc.gpu.device import gpu_errors_as_lines, open_gpu, to_float32
 from llmc.errors import UserError, run_main
 from llmc.files import chunks, export_hint, open_input
-from llmc.gpu.precision import Precision
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, views
-from llmc.gpu.trainer import Trainer, open_device, open_trainer
-from reference import (ADAMW, CAP, EPS, SCALE, MuonAndAdamW, collect_gradients, half_rotations, make_debug_state, muon,
-                       optimizer_of, overfit, page_of, rotated, rotations, swapped, to_reference,
+from llmc.gpu.trainer import open_trainer
+from reference import (ADAMW, MuonAndAdamW, collect_gradients, muon, overfit, page_of, to_reference,
                        torch_errors_as_lines)
-from train_gpt2 import GPT2, random_model, random_params
-from train_llama3 import Llama3
+from rounding import FLOAT32, NOISY, ROUNDOFFS
+from train_gpt2 import GPT2
 from train_speedrun import Speedrun
 
 FACTOR, NORM_FACTOR = 6.0, 2.8
@@ -77,353 +70,6 @@ CHAOS = 1e-2  # fraction of the losses: see above
 SMOOTH = {**ADAMW, "eps": 1e-3}
 # Settings for the row update: they use each part of it, with a decay that is large enough to show.
 ADAMW_CHECK = dict(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip=0.01)
-
-# ----------------------------------------------------------------------------------------------------------------------
-# rounding
-#
-# How large an error does rounding alone cause in GPT-2? The forward and backward pass in float64, with random errors of
-# the size that each operation makes in the precision of a run: Monte Carlo arithmetic (Parker 1997, "Monte Carlo
-# Arithmetic: exploiting randomness in floating-point arithmetic").
-#
-# Several such runs, compared with the exact one, show for each tensor of this model and batch the error that rounding
-# causes in any correct implementation, whatever its order of sums. An implementation that rounds as often has errors of
-# the same size, whose 2-norm over thousands of elements hardly varies. PyTorch's own error would be a worse yardstick:
-# it is one sample, and 0 where PyTorch happens to be exact, as in a single row.
-#
-# An element-wise operation that gives x in exact arithmetic gives x (1 + 0.42 u e), with e normal: rounding errors are
-# uniform within half a unit in the last place, and the logarithms of numbers are uniform between powers of 2. A sum of
-# K products a b, in sequential chains of at most n, has an error with a standard deviation of 0.42 u sqrt(min(K, n)/2 +
-# 1) sqrt(sum of (a b)^2): each partial sum of a chain is rounded, and the partial sums grow like a random walk. A
-# trained model's drift, which `product` knows; other sums have fewer terms, or are pairwise.
-
-# unit roundoff: half a unit in the last place
-FLOAT32, TF32, BFLOAT16, FLOAT16 = 2.0**-24, 2.0**-11, 2.0**-8, 2.0**-11
-
-
-RMS = math.sqrt(1 / 3 * 3 / 8 / math.log(2))  # 0.42: root mean square of a rounding error over the unit roundoff
-
-
-class Float8(NamedTuple):
-    unit: float  # unit roundoff
-    floor: float  # root mean square of the smallest numbers' rounding errors, over a tensor's amax
-
-
-E4M3 = Float8(2.0**-4, 2.0**-9 / math.sqrt(12) / 112)  # a tensor's scale brings its amax to 112 or more
-WEIGHT = Float8(2.0**-3.5, 2.0**-9 / math.sqrt(6) / 112)  # E4M3, rounded at random: twice the variance
-GRADIENT = Float8(2.0**-4, 2.0**-9 / math.sqrt(12) / 28)
-E5M2 = Float8(2.0**-2.5, 2.0**-16 / math.sqrt(6) / 2.0**14)  # of dlogits, about 2^15, rounded at random
-
-
-class Roundoff(NamedTuple):
-    """Unit roundoffs of a run: of sums, matmul operands, stored tensors and the residual stream; chain: how many terms
-    are added up one after the other."""
-
-    chain: float = math.inf  # GPUs add up a tile's products one after the other
-    sums: float = FLOAT32
-    operands: float = 0.0
-    tensors: float = FLOAT32
-    residual: float = FLOAT32
-    fp8: bool = False  # operands of 8 bits in the matmuls of qkv, fc and fcproj, and the classifier's
-
-
-ROUNDOFFS = {
-    "numpy": Roundoff(chain=512),  # BLAS libraries cut K into blocks; OpenBLAS's have up to 384
-    "float32": Roundoff(),
-    "tf32": Roundoff(operands=TF32),
-    "bf16": Roundoff(tensors=BFLOAT16, residual=FLOAT16),
-    "fp8": Roundoff(tensors=BFLOAT16, residual=FLOAT16, fp8=True),
-}
-
-
-class NoisyGPT2:
-    """A GPT-2 with random rounding errors; `run` returns the rows that test_gpt2.py compares."""
-
-    eps = property(lambda self: self.config.eps)  # of RMSNorm
-
-    def __init__(self, config, params, roundoff, seed):
-        self.config, self.u = config, roundoff
-        self.model = to_reference(config, params, dtype=torch.float64)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.operations = operations(self)
-
-    def noise(self, x):
-        return torch.randn(x.shape, generator=self.generator)  # float32: twice as fast
-
-    def rounded(self, x, u):
-        """Return x with a random rounding error in each element, of unit roundoff u."""
-        return torch.mul(x, self.noise(x).mul_(RMS * u)).add_(x) if u else x
-
-    def error(self, K):
-        """Return the standard deviation of the error of a sum of K terms, over the root of the sum of their squares."""
-        return RMS * self.u.sums * math.sqrt(min(K, self.u.chain) / 2 + 1)
-
-    def column_sums(self, x):
-        """The sums over all rows of x (..., C)."""
-        x = x.reshape(-1, x.shape[-1])
-        return x.sum(0) + self.error(len(x)) * (x * x).sum(0).sqrt() * self.noise(x[0])
-
-    def row_sums(self, x):
-        """The sums over the last axis, with that axis kept."""
-        error = self.error(x.shape[-1]) * (x * x).sum(-1, keepdim=True).sqrt()
-        return x.sum(-1, keepdim=True) + error * self.noise(error)
-
-    def operand(self, x, fp8):
-        """x, rounded as an operand of a matmul. fp8: None or, of a run in FP8, E4M3, WEIGHT, GRADIENT or E5M2."""
-        if not (fp8 and self.u.fp8):
-            return self.rounded(x, self.u.operands)
-        size = x.abs()
-        error = torch.maximum(RMS * fp8.unit * size, torch.minimum(size, fp8.floor * size.max()))  # 0 stays
-        return error.mul_(self.noise(x)).add_(x)
-
-    def product(self, a, b, of_a=None, of_b=None):
-        """a @ b. of_a, of_b: as `operand` takes them."""
-        a, b = self.operand(a, of_a), self.operand(b, of_b)
-        exact, squares, K = a @ b, (a * a) @ (b * b), a.shape[-1]
-        n, chains = min(K, self.u.chain), max(1, K / self.u.chain)
-        # Of a sum that is known, partial sums are a Brownian bridge; the sums of several chains are added up, too.
-        drift, walk = n * n / (3 * K), n / 2 + 1 - n * n / (3 * K)
-        if chains > 1:
-            drift, walk = drift + chains / 3, walk + chains / 6
-        error = squares.mul_(walk).add_(exact.square(), alpha=drift).sqrt_().mul_(RMS * self.u.sums)
-        return error.mul_(self.noise(error)).add_(exact)
-
-    def run(self, x, y, settings, steps):
-        """Train on one batch of token ids (B, T) and return float64 arrays: {"logits", "dwte", ...} of the
-        first step, and "losses" (steps, B, T), of each position before each step's update."""
-        x, y = (torch.from_numpy(ids).long() for ids in (x, y))
-        master = [p.detach().clone() for p in self.model.parameters()] if self.u.tensors > FLOAT32 else None
-        optimizer, all_losses = optimizer_of(self.model, settings, x.numel()), []
-        for step in range(steps):
-            with torch.set_grad_enabled(step == 0 or step < steps - 1):
-                logits, losses = self.forward(x, y)
-            all_losses.append(losses.detach().numpy())
-            if step == 0 or step < steps - 1:
-                optimizer.zero_grad()
-                losses.mean().backward()
-            if step == 0:
-                grads = collect_gradients(self.config, self.model, "float64")
-                rows = {"logits": logits.detach().numpy()}
-                rows |= {f"d{name}": getattr(grads, name) for name in grads.table}
-            if step < steps - 1:
-                self.update(optimizer, master)
-        return {**rows, "losses": np.array(all_losses)}
-
-    @torch.no_grad()
-    def update(self, optimizer, master):
-        """A step on the float32 weights: `master` or, if that is None, the model's own.
-
-        They are really rounded, not with random errors: equal updates have rounding errors of the same sign."""
-        weights = list(self.model.parameters())
-        for weight, exact in zip(weights, master or ()):
-            weight.copy_(exact)
-        optimizer.step()
-        for weight in weights:
-            weight.copy_(weight.float())
-        for weight, exact in zip(weights, master or ()):
-            exact.copy_(weight)
-            weight.copy_(weight.bfloat16())
-
-    def forward(self, x, y):
-        (B, T), C, NH, op, model = x.shape, self.config.C, self.config.NH, self.operations, self.model
-        later = torch.ones(T, T, dtype=torch.bool).triu(1)
-
-        def linear(inp, module, fp8=GRADIENT):
-            return op.store(op.bias(op.matmul(inp, module.weight.T, fp8), module.bias))
-
-        residual = op.add(model.wte(x) + model.wpe(torch.arange(T)))
-        for block in model.h:
-            normed = op.layernorm(residual, block.ln_1.weight, block.ln_1.bias)
-            qkv = linear(normed, block.attn.c_attn).split(C, dim=2)
-            query, key, value = (part.view(B, T, NH, C // NH).transpose(1, 2) for part in qkv)
-            scores = op.single(op.matmul(query, key.transpose(-2, -1)) / math.sqrt(C // NH))
-            att = op.store(op.softmax(scores.masked_fill(later, -torch.inf)))
-            heads = op.store(op.matmul(att, value)).transpose(1, 2).reshape(B, T, C)
-            residual = op.add(residual + linear(heads, block.attn.c_proj, fp8=None))
-            normed = op.layernorm(residual, block.ln_2.weight, block.ln_2.bias)
-            gelu = op.store(op.single(F.gelu(linear(normed, block.mlp.c_fc), approximate="tanh")))
-            residual = op.add(residual + linear(gelu, block.mlp.c_proj))
-        normed = op.layernorm(residual, model.ln_f.weight, model.ln_f.bias)
-        logits = op.store(op.matmul(normed, model.wte.weight.T, E5M2))
-        probs = op.softmax(logits).flatten(0, 1)[torch.arange(B * T), y.flatten()]
-        return logits, op.single(-torch.log(probs)).view(B, T)
-
-
-class NoisyLlama(NoisyGPT2):
-    """A Llama 3 with random rounding errors."""
-
-    def forward(self, x, y):
-        (B, T), config, op, model = x.shape, self.config, self.operations, self.model.model
-        later, cos_sin = torch.ones(T, T, dtype=torch.bool).triu(1), list(rotations(config, T, model.norm.weight))
-
-        def linear(inp, module, fp8=GRADIENT):
-            return op.store(op.matmul(inp, module.weight.T, fp8))
-
-        def rotated(part):
-            cos, sin = cos_sin
-            return op.single(op.single(part * cos) + op.single(swapped(part) * sin))
-
-        residual = model.embed_tokens(x)
-        for block in model.layers:
-            normed = op.rmsnorm(residual, block.input_layernorm.weight)
-            attn, mlp = block.self_attn, block.mlp
-            query, key, value = (linear(normed, module).view(B, T, -1, config.HS).transpose(1, 2)
-                                 for module in (attn.q_proj, attn.k_proj, attn.v_proj))
-            key, value = (part.repeat_interleave(config.NH // config.NKV, 1) for part in (rotated(key), value))
-            scores = op.single(op.matmul(rotated(query), key.transpose(-2, -1)) / math.sqrt(config.HS))
-            att = op.store(op.softmax(scores.masked_fill(later, -torch.inf)))
-            heads = op.store(op.matmul(att, value)).transpose(1, 2).reshape(B, T, config.Q)
-            residual = op.add(residual + linear(heads, attn.o_proj, fp8=None))
-            normed = op.rmsnorm(residual, block.post_attention_layernorm.weight)
-            gate = op.single(F.silu(linear(normed, mlp.gate_proj)))
-            residual = op.add(residual + linear(op.store(op.single(linear(normed, mlp.up_proj) * gate)), mlp.down_proj))
-        logits = op.store(op.matmul(op.rmsnorm(residual, model.norm.weight), self.model.head().T, E5M2))
-        probs = op.softmax(logits).flatten(0, 1)[torch.arange(B * T), y.flatten()]
-        return logits, op.single(-torch.log(probs)).view(B, T)
-
-
-class NoisySpeedrun(NoisyGPT2):
-    """A speed run's GPT with random rounding errors."""
-
-    eps = EPS  # like all constants here the reference's: with the page's, a wrong one would widen the tolerance
-
-    def forward(self, x, y):
-        (B, T), config, op, p = x.shape, self.config, self.operations, self.model
-        NH, HS, later = config.NH, config.HS, torch.ones(T, T, dtype=torch.bool).triu(1)
-        angles = half_rotations(config, T, p.wte, lambda part: self.rounded(part, self.u.sums))
-        scales = torch.full((HS,), SCALE * math.sqrt(HS), dtype=torch.float64), torch.ones(HS, dtype=torch.float64)
-
-        def linear(inp, weight, bias, fp8=GRADIENT):
-            return op.store(op.bias(op.matmul(inp, weight.T, fp8), bias))
-
-        residual = op.rmsnorm(p.wte[x], p.ln0w)
-        for l in range(config.L):
-            qkv = linear(op.rmsnorm(residual, p.ln1w[l]), p.qkvw[l], p.qkvb[l])
-            query, key, value = (part.view(B, T, NH, HS) for part in qkv.split(config.C, dim=2))
-            query, key = (op.single(rotated(op.rmsnorm(part, scale), *angles))
-                          for part, scale in zip((query, key), scales))
-            query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-            scores = op.single(op.matmul(query, key.transpose(-2, -1)) / math.sqrt(HS))
-            att = op.store(op.softmax(scores.masked_fill(later, -torch.inf)))
-            heads = op.store(op.matmul(att, value)).transpose(1, 2).reshape(B, T, config.C)
-            residual = op.add(residual + linear(heads, p.attprojw[l], p.attprojb[l], fp8=None))
-            fch = linear(op.rmsnorm(residual, p.ln2w[l]), p.fcw[l], p.fcb[l])
-            relu2 = op.store(op.single(F.relu(fch).square()))
-            residual = op.add(residual + linear(relu2, p.fcprojw[l], p.fcprojb[l]))
-        z = op.store(op.bias(op.matmul(op.rmsnorm(residual, p.lnfw), p.lm_head.T, E5M2), p.lm_headb))
-        logits = op.single(z * torch.rsqrt(1 + (z / CAP).square()))
-        probs = op.softmax(logits).flatten(0, 1)[torch.arange(B * T), y.flatten()]
-        return logits, op.single(-torch.log(probs)).view(B, T)
-
-
-NOISY = {GPT2: NoisyGPT2, Llama3: NoisyLlama, Speedrun: NoisySpeedrun}
-
-
-class Operations(NamedTuple):
-    """The differentiable operations of a noisy run."""
-
-    single: object  # rounds to float32, forward and backward
-    store: object  # rounds to the dtype of tensors
-    add: object  # rounds to the dtype of the residual stream; its gradient to that of tensors
-    bias: object
-    matmul: object  # of a, b and, in FP8, the gradient's format: GRADIENT or E5M2
-    layernorm: object
-    rmsnorm: object
-    softmax: object
-
-
-def operations(run):
-    """Return Operations with the random errors of `run`, in the forward and in the backward pass."""
-    u = run.u
-
-    def rounding(forward_u, backward_u):
-        class Rounding(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return run.rounded(x, forward_u)
-
-            @staticmethod
-            def backward(ctx, g):
-                return run.rounded(g, backward_u)
-
-        return Rounding.apply
-
-    class Bias(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, bias):
-            return run.rounded(x + bias, u.sums)
-
-        @staticmethod
-        def backward(ctx, g):
-            return g, run.rounded(run.column_sums(g), u.tensors)
-
-    class Matmul(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, a, b, fp8=None):
-            ctx.save_for_backward(a, b)
-            ctx.fp8, ctx.input_fp8, ctx.weight_fp8 = fp8, fp8 and E4M3, fp8 and WEIGHT
-            return run.product(a, b, ctx.input_fp8, ctx.weight_fp8)
-
-        @staticmethod
-        def backward(ctx, g):
-            a, b = ctx.saved_tensors
-            da = run.rounded(run.product(g, b.transpose(-1, -2), ctx.fp8, ctx.weight_fp8), u.tensors)
-            if b.dim() == 2:  # a weight: its gradient sums over all rows
-                a, g = a.flatten(0, -2), g.flatten(0, -2)
-            return da, run.rounded(run.product(a.transpose(-1, -2), g, ctx.input_fp8, ctx.fp8), u.tensors), None
-
-    class Layernorm(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight, bias):
-            C = x.shape[-1]
-            centered = run.rounded(x - run.row_sums(x) / C, u.sums)
-            rstd = run.rounded((run.row_sums(centered * centered) / C + 1e-5).rsqrt(), u.sums)
-            normed = run.rounded(centered * rstd, u.sums)
-            ctx.save_for_backward(normed, rstd, weight)
-            return run.rounded(run.rounded(normed * weight + bias, u.sums), u.tensors)
-
-        @staticmethod
-        def backward(ctx, g):
-            normed, rstd, weight = ctx.saved_tensors
-            C, dnormed = g.shape[-1], run.rounded(g * weight, u.sums)
-            inner = dnormed - run.row_sums(dnormed) / C - normed * run.row_sums(dnormed * normed) / C
-            dx = run.rounded(run.rounded(run.rounded(inner, u.sums) * rstd, u.sums), u.tensors)
-            sums = run.column_sums(g * normed), run.column_sums(g)
-            return dx, *(run.rounded(total, u.tensors) for total in sums)
-
-    class RMSNorm(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            rstd = run.rounded((run.row_sums(x * x) / x.shape[-1] + run.eps).rsqrt(), u.sums)
-            normed = run.rounded(x * rstd, u.sums)
-            ctx.save_for_backward(normed, rstd, weight)
-            return run.rounded(run.rounded(normed * weight, u.sums), u.tensors)
-
-        @staticmethod
-        def backward(ctx, g):
-            normed, rstd, weight = ctx.saved_tensors
-            dnormed = run.rounded(g * weight, u.sums)
-            inner = dnormed - normed * run.row_sums(dnormed * normed) / g.shape[-1]
-            dx = run.rounded(run.rounded(run.rounded(inner, u.sums) * rstd, u.sums), u.tensors)
-            return dx, run.rounded(run.column_sums(g * normed), u.tensors)
-
-    class Softmax(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            x = x - x.amax(-1, keepdim=True)
-            exponent = x.masked_fill(~torch.isfinite(x), 0.0).abs()  # error u |x| in x: relative error u |x| in exp(x)
-            e = torch.exp(x) * (1.0 + u.sums * (RMS * exponent + 1.0) * run.noise(x))
-            probs = run.rounded(e / run.row_sums(e), u.sums)
-            ctx.save_for_backward(probs)
-            return probs
-
-        @staticmethod
-        def backward(ctx, g):
-            probs, = ctx.saved_tensors
-            return run.rounded(run.rounded(g - run.row_sums(probs * g), u.sums) * probs, u.tensors)
-
-    return Operations(rounding(u.sums, u.sums), rounding(u.tensors, u.tensors), rounding(u.residual, u.tensors),
-                      Bias.apply, Matmul.apply, Layernorm.apply, RMSNorm.apply, Softmax.apply)
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the trainers under test, and PyTorch
@@ -750,29 +396,6 @@ def judge_debug_state(yardstick, state):
     return all(error <= 2 * yardstick.allowed[place][0] for place, error in errors.items())
 
 
-def untied_llama():
-    """(config, params): its classifier has a weight of its own, its heads more channels than the residual stream."""
-    config = Llama3.Config(64, 250, 2, 6, 2, 96, 256, 200, 32, tied=0, factor=8, original=16)
-    return config, random_params(Llama3.parameter_table(config), config.V, config.L, seed=42)
-
-
-def write_pair(directory, name, vocabulary, B, T):
-    """Write a random model and its debug state on random tokens; returns their paths."""
-    if name == "untied":
-        config, params = untied_llama()
-    elif name in Speedrun.SIZES:  # its own random weights are 0 where gradients would be 0, too
-        config = Speedrun.random_model(name, VOCABULARIES[vocabulary])[0]
-        params = random_params(Speedrun.parameter_table(config), config.V, config.L, seed=42)
-    else:
-        config, params = architecture_of(name).random_model(name, VOCABULARIES[vocabulary])
-    tokens = np.random.default_rng(1).integers(0, config.V, B * T + 1, dtype=np.int32)
-    x, y = tokens[:-1].reshape(B, T), tokens[1:].reshape(B, T)
-    paths = str(directory / "model.bin"), str(directory / "debug_state.bin")
-    write_model(paths[0], config, params)
-    write_debug_state(paths[1], config, make_debug_state(config, params, x, y, STEPS)[0], config.STATES[-1])
-    return paths
-
-
 def require(backend, architecture=GPT2):
     """Raise UserError if this backend cannot run here, or not for this architecture."""
     if backend != "numpy" and architecture is Speedrun:
@@ -781,168 +404,6 @@ def require(backend, architecture=GPT2):
     if backend != "numpy":
         dtype = {"bf16": "bfloat16", "fp8": "fp8"}.get(precision_of(backend), "float32")
         cuda.resolve_auto(cuda.CudaSettings(dtype=dtype), open_gpu().arch)
-
-
-def need(backend):
-    """Skip the test if this backend cannot run here."""
-    try:
-        require(backend)
-    except UserError as error:
-        pytest.skip(str(error))
-
-
-all_backends = pytest.mark.parametrize("backend", [
-    pytest.param(backend, marks=pytest.mark.gpu if "cuda" in backend else ()) for backend in BACKENDS])
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """pair(name, vocabulary, B, T) -> paths of a random model and its debug state, written once; its Yardstick is
-    computed once, too."""
-    compute, known = Yardstick, {}
-
-    def compute_once(config, params, x, y, precision):
-        key = zlib.crc32(params.buffer), x.tobytes(), precision
-        if key not in known:
-            known[key] = compute(config, params, x, y, precision)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[__name__], "Yardstick", compute_once)
-        yield functools.cache(lambda *sizes: write_pair(tmp_path_factory.mktemp("pair"), *sizes))
-
-
-def test_a_small_speed_run_agrees_with_pytorch(pair, tmp_path):
-    model, state = pair("s2", "bytes", 2, 33)
-    assert climb(model, state)
-    write_model(tmp_path / "0.bin", *Speedrun.random_model("s2", VOCABULARIES["bytes"]))
-    with pytest.raises(UserError, match="classifier are equal"):
-        climb(tmp_path / "0.bin", state)
-
-
-@all_backends
-@pytest.mark.parametrize("vocabulary, B, T", (
-    ("bytes", 2, 33), pytest.param("gpt2", 2, 9, marks=pytest.mark.large)))
-def test_small_models_agree_with_pytorch(pair, vocabulary, B, T, backend):
-    need(backend)
-    assert climb(*pair("d2", vocabulary, B, T), backend)
-
-
-def test_a_model_whose_logits_are_far_from_0():
-    """As a trained one's are: their sums drift."""
-    config = GPT2.Config(64, 257, 1, 2, 192, 384)
-    params = random_params(GPT2.parameter_table(config), config.V, config.L, seed=42)
-    params.lnfb.fill(1.0)
-    params.wte[: config.V] -= 0.03
-    x, y = np.random.default_rng(1).integers(0, config.V, (2, 4, 33), dtype=np.int32)
-    assert Yardstick(config, params, x, y, "numpy").judge(replay(NumpyRun(config, params, x, y, SMOOTH)))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name, backend", [
-    (name, backend) for name in ("l2", "untied") for backend in BACKENDS
-    if "cuda" in backend and (name, backend) != ("untied", "cuda-fp8")])  # F=200: FP8 expects a multiple of 16
-def test_small_llamas_agree_with_pytorch(pair, name, backend):
-    """In NumPy, they do in tests/test_llama.py."""
-    need(backend)
-    assert climb(*pair(name, "bytes", 2, 33), backend)
-
-
-@pytest.mark.large
-@all_backends
-def test_gpt2_124M_agrees_with_pytorch(tmp_path, backend):
-    need(backend)
-    assert climb(*write_pair(tmp_path, "d12", "gpt2", 4, 64), backend)
-
-
-@pytest.mark.gpu
-@pytest.mark.large
-@pytest.mark.parametrize("dtype, matmul", (("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "kernels")))
-@pytest.mark.parametrize("B", (64, 96))
-def test_indices_beyond_32_bits(B, dtype, matmul):
-    """One forward and backward pass with B*T*Vp beyond 2^31 (B=64) and 2^32 (B=96), on B equal rows: their losses are
-    the same bit for bit, and the gradients are those of one row."""
-    need("cuda")
-    T, (config, params), gpu = 1024, random_model("d12", VOCABULARIES["gpt2"]), open_gpu()
-    tokens = np.random.default_rng(0).integers(0, config.V, T + 1, dtype=np.int32)
-    precision = Precision(dtype)
-    (device, matmuls), results = open_device(cuda.GPT2, gpu, config, precision, matmul), []
-    for rows in (B, 1):
-        gc.collect()
-        cp.get_default_memory_pool().free_all_blocks()  # from the previous model
-        try:
-            settings = cuda.resolve_auto(cuda.CudaSettings(B=rows, T=T, dtype=dtype, matmul=matmul), gpu.arch)
-            trainer = Trainer(cuda.GPT2, config, settings, matmuls, params)
-        except UserError as error:
-            pytest.skip(str(error))
-        trainer.stage(0, [(np.tile(tokens[:-1], (rows, 1)), np.tile(tokens[1:], (rows, 1)))], 0.0)
-        with device.stream:
-            for buffer in (*trainer.model.buffers.values(), trainer.grads.buffer):
-                buffer.data.memset_async(0xFF, buffer.nbytes)  # NaN, in every dtype
-            copy_to_gpu(trainer.batch.buffer, trainer.staged[0].buffer)
-            trainer.model.micro_step(trainer, 0)
-            results.append((trainer.model.activations(rows, T).losses.get(), trainer.to_host(trainer.grads)))
-        del trainer
-    (losses, grads), (_, expected) = results
-    assert np.isfinite(losses).all() and (losses == losses[0]).all()
-    for name in grads.table:
-        reference = getattr(expected, name)
-        tolerance = (5e-2 if precision.bf16 else 5e-3) * float(np.abs(reference).max())
-        assert check_tensor(f"d{name}", getattr(grads, name), reference, tolerance)
-
-
-@pytest.fixture
-def run_here(monkeypatch, capsys):
-    """run_here(paths) -> (exit status, output lines) of this file run as a program."""
-
-    def run(paths):
-        monkeypatch.setattr(sys, "argv", ["test_gpt2.py", "--model", paths[0], "--state", paths[1]])
-        return main(), capsys.readouterr().out.splitlines()
-
-    return run
-
-
-def test_the_program_fails_when_a_gradient_is_wrong(pair, run_here, monkeypatch):
-    """A factor of 1 + 1e-4 in GELU's backward pass fails the gradients after it, and only those; exit status 1."""
-    right, paths = train_gpt2.gelu_backward, pair("d2", "bytes", 2, 33)
-
-    def wrong(dinp, inp, dout, N):
-        right(dinp, inp, dout, N)
-        dinp *= np.float32(1.0001)
-
-    status, lines = run_here(paths)
-    assert status == 0 and lines[-1] == "overall okay: 1" and not any("FAIL" in line for line in lines)
-    monkeypatch.setattr(train_gpt2, "gelu_backward", wrong)
-    status, lines = run_here(paths)
-    assert status == 1 and lines[-1] == "overall okay: 0"
-    red = {line.split()[0].split("[")[0] for line in lines if line.endswith("FAIL")}
-    assert {"dfcb", "dfcw"} <= red and not {"logits", "dlnfw", "dlnfb"} & red
-
-
-@pytest.mark.parametrize("row, error", (("dfcb[0]", 1.0), ("logits", np.nan)))
-def test_a_debug_state_full_of_errors_does_not_widen_the_tolerance(pair, run_here, tmp_path, row, error):
-    model, state_path = pair("d2", "bytes", 2, 33)
-    config, params = read_model(model, GPT2)
-    state = read_debug_state(state_path, config, params)
-    tensor = state.logits if row == "logits" else state.grads.fcb
-    tensor[0, 0] += error
-    write_debug_state(tmp_path / "state.bin", config, state)
-    status, lines = run_here((model, str(tmp_path / "state.bin")))
-    assert status == 1 and any(line.startswith(f"{row} ") and "debug state itself" in line for line in lines)
-
-
-def test_out_of_memory_is_a_line(pair, monkeypatch, run_here):
-    def no_memory(*args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
-
-    monkeypatch.setattr(sys.modules[__name__], "Yardstick", no_memory)
-    with pytest.raises(UserError, match="PyTorch: CUDA out of memory. Tried to allocate 2.00 GiB.$"):
-        run_here(pair("d2", "bytes", 2, 33))
-
-
-def test_the_program_without_its_files(tmp_path, run_here):
-    with pytest.raises(UserError, match="model.bin: no such file; .*export_weights.py"):
-        run_here((str(tmp_path / "model.bin"), str(tmp_path / "state.bin")))
 
 
 def reuse_freed_memory():

@@ -89,6 +89,8 @@ class Config:
         if not (0 < self.eps < 1 < self.theta < math.inf and 0 <= self.factor and 0 < self.low < self.high):
             return (f"eps={self.eps} theta={self.theta} factor={self.factor} low={self.low} high={self.high}: is it of"
                     " llm.c's master, whose layout is another? Then export the model anew")
+        if self.factor and self.original < 1:
+            return f"factor={self.factor} original={self.original}: expected an original length"
         return None if self.tied in (0, 1) else f"tied is {self.tied}, expected 0 or 1"
 
     def file_tensors(self):

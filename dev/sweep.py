@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 from root import ROOT
@@ -91,7 +92,7 @@ def train_all(runs, program, slots):
                     run, slot = queue.pop(0), free.pop(0)
                     make_directory(run.directory)
                     with replacing(run.started) as f:
-                        f.write(shlex.join(run.arguments).encode())
+                        f.write(shlex.join(run.arguments).encode(errors="surrogateescape"))
                     with open(os.path.join(run.directory, "output.txt"), "ab") as f:
                         command = [sys.executable, os.path.join(ROOT, program), *run.arguments]
                         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=f,
@@ -119,16 +120,25 @@ def train_all(runs, program, slots):
 
 
 def result(run, state):
-    """A run's row of the table, {column: value}, without the values that it does not have."""
+    """A run's row of the table, {column: value}, without the values that it does not have. Raises
+    UserError for a damaged main.csv."""
     row, path, found = {**run.values, "state": state}, os.path.join(run.directory, "main.csv"), {}
     if os.path.exists(path):
-        with open(path, newline="") as f:
-            for name, value in (item for line in csv.DictReader(f) for item in line.items() if item[1]):
-                found.setdefault(name, []).append(float(value))
+        try:
+            with open(path, newline="") as f:
+                for line in csv.DictReader(f):
+                    for name, value in line.items():
+                        if value:
+                            found.setdefault(name, []).append(float(value))
+        except (ValueError, TypeError, csv.Error) as error:
+            raise UserError(f"{path}: is damaged ({error}): remove {run.directory} to train that"
+                            " run again") from None
     if "val_loss" in found:
         row["val_loss"], row["best_val_loss"] = found["val_loss"][-1], min(found["val_loss"])
     if "train_loss" in found:
-        row["train_loss"], row["seconds"] = float(np.mean(found["train_loss"][-10:])), found["seconds"][-1]
+        row["train_loss"] = float(np.mean(found["train_loss"][-10:]))
+    if "seconds" in found:
+        row["seconds"] = found["seconds"][-1]
     return row
 
 
@@ -165,8 +175,11 @@ def main():
     program, slots = "train_gpt2_cuda.py" if gpus else "train_gpt2.py", [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus]
     with locked(settings.output):
         for run in runs:
-            if os.path.exists(run.started) and open(run.started).read() != shlex.join(run.arguments):
+            arguments = shlex.join(run.arguments).encode(errors="surrogateescape")
+            if os.path.exists(run.started) and Path(run.started).read_bytes() != arguments:
                 raise UserError(f"{run.directory}: a run with other flags: pass the same, or another -o")
+            if os.path.exists(run.finished):
+                result(run, "finished")  # a damaged table should end the sweep now, not hours later
         waiting = [run for run in runs if not os.path.exists(run.finished)]
         print(f"{len(runs)} runs of {program}, {len(waiting)} to train; on {len(gpus) or 'no'} GPUs")
         try:

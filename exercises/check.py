@@ -10,18 +10,20 @@ from 16 on train_llama3.py. Kernels are checked and timed where there is a GPU, 
 """
 
 import argparse
+import builtins
 import contextlib
 import functools
 import glob
-import importlib.util
 import inspect
 import io
+import math
 import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import traceback
+import types
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
@@ -48,6 +50,13 @@ try:
 except ImportError as error:
     MISSING = error.name
 
+FUNCTIONS = {  # exercise -> the functions that it is about
+    1: "softmax_forward", 2: "layernorm_forward layernorm_backward", 3: "matmul_backward",
+    4: "gelu_backward", 5: "crossentropy_forward crossentropy_softmax_backward",
+    6: "encoder_backward", 7: "attention_forward", 8: "attention_backward", 9: "adamw_update",
+    10: "backward_into", 16: "rmsnorm_forward rmsnorm_backward", 17: "rope_forward rope_backward",
+    18: "attention_backward", 19: "swiglu_forward swiglu_backward",
+}  # fmt: skip
 LAYERS, LLAMA = "tests/test_layers.py::test_", "tests/test_llama.py::test_"
 TESTS = {  # exercise -> the tests that its functions must pass
     1: [f"{LAYERS}softmax_and_cross_entropy", f"{LAYERS}what_is_huge_or_impossible_stays_finite"],
@@ -57,7 +66,7 @@ TESTS = {  # exercise -> the tests that its functions must pass
     6: [f"{LAYERS}encoder"],
     7: [f"{LAYERS}attention", f"{LAYERS}what_is_huge_or_impossible_stays_finite"], 8: [f"{LAYERS}attention"],
     9: [f"{LAYERS}adamw_and_norm_follow_the_formulas"],
-    10: ["test_gpt2.py::test_small_models_agree_with_pytorch",
+    10: ["tests/test_parity.py::test_small_models_agree_with_pytorch",
          f"{LAYERS}gradients_of_accumulated_batches_are_their_mean"],
     16: [f"{LLAMA}rmsnorm"], 17: [f"{LLAMA}rope"], 18: [f"{LLAMA}attention_of_groups"], 19: [f"{LLAMA}swiglu"],
 }  # fmt: skip
@@ -66,6 +75,8 @@ KERNELS = {  # exercise -> a layer of dev/kernels, and which of its rungs
     13: ("softmax", ["online"]), 14: ("matmul_forward", ["shared_tiles", "tensor_cores"]),
     15: ("attention_forward", ["online"])}  # fmt: skip
 ALL = sorted([*TESTS, *KERNELS])
+SECONDS = 120  # for an exercise in Python
+WATCHED = builtins, math, np, np.linalg, train_gpt2, train_llama3  # which a file leaves as they are
 GPT2_124M = 1024, 50257, *train_gpt2.SIZES["d12"], 50304
 
 
@@ -110,20 +121,48 @@ def path_of(number, directory):
     return found[0]
 
 
-def functions_of(path):
-    """{name: (owner, function)} of an exercise; owner: the page, or its class, which has a function of this name."""
+def owner_of(path, name):
+    """The page, or its class, which has the function of this name that an exercise is about."""
     page = train_llama3 if os.path.basename(path) >= "16" else train_gpt2
-    spec = importlib.util.spec_from_file_location(os.path.basename(path).removesuffix(".py"), path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return {name: (owner, function) for name, function in inspect.getmembers(module, inspect.isfunction)
-            for owner in (train_gpt2.GPT2, page) if function.__module__ == module.__name__ and hasattr(owner, name)}
+    return page if hasattr(page, name) else train_gpt2.GPT2
+
+
+def functions_of(path):
+    """{name: (owner, function)} of an exercise. Raises UserError for a file that cannot be run,
+    lacks one of its functions, has it from elsewhere, or changes what others need."""
+    file, before = os.path.basename(path), [dict(vars(module)) for module in WATCHED]
+    module = types.ModuleType(file.removesuffix(".py"))
+    module.__file__ = path
+    try:
+        with open(path, "rb") as f:
+            exec(compile(f.read(), path, "exec"), vars(module))
+    except BaseException as error:  # whatever a learner's file raises
+        line = str(error).partition("\n")[0]
+        raise UserError(f"{file} cannot be imported: {type(error).__name__}: {line}") from None
+    check_watched(file, before)
+
+    functions = {}
+    for name in FUNCTIONS[int(file[:2])].split():
+        function = getattr(module, name, None)
+        if function is None:
+            raise UserError(f"{file}: the function {name} is missing")
+        if not inspect.isfunction(function) or function.__code__.co_filename != os.fspath(path):
+            raise UserError(f"{file}: {name} is not a function that this file defines")
+        functions[name] = owner_of(path, name), function
+    return functions
+
+
+def check_watched(file, before):
+    """Raise UserError if one of the WATCHED modules is not as it was, [dict] of their names."""
+    for module, names in zip(WATCHED, before):
+        for name, value in names.items():
+            if getattr(module, name, None) is not value:
+                raise UserError(f"{file} changes {module.__name__}.{name}, which the tests need")
 
 
 @contextlib.contextmanager
-def in_place(path):
-    """Context manager: the page has an exercise's functions instead of its own."""
-    functions = functions_of(path)
+def in_place(functions):
+    """Context manager: the page has these functions, as of functions_of, instead of its own."""
     before = {name: getattr(owner, name) for name, (owner, _) in functions.items()}
     for name, (owner, function) in functions.items():
         setattr(owner, name, function)
@@ -134,35 +173,50 @@ def in_place(path):
             setattr(owner, name, before[name])
 
 
+def disable_the_page_s(path):
+    """Make the page's functions of an exercise raise, by whatever name one calls them."""
+    def disabled(*arguments, **options):
+        raise NameError("this is the page's own function: write yours")
+
+    for name in FUNCTIONS[int(os.path.basename(path)[:2])].split():
+        getattr(owner_of(path, name), name).__code__ = disabled.__code__
+
+
 def wrong(number, directory):
     """Run an exercise's tests on its functions, in a process of their own, which they may end; returns what is wrong
     first, a line, or None."""
-    path = path_of(number, directory)
+    name = os.path.basename(path_of(number, directory))
     reader, writer = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=lambda: writer.send(wrong_here(number, directory)))
     child.start()
     writer.close()
     try:
+        if not reader.poll(SECONDS):
+            return f"{name} takes more than {SECONDS} s: is there a loop that does not end?"
         return reader.recv()
     except EOFError:
-        return f"{os.path.basename(path)} ends the process that checks it"
+        return f"{name} ends the process that checks it"
     finally:
+        child.kill()  # it may have threads that do not end
         child.join()
 
 
 def wrong_here(number, directory):
-    """The same in this process."""
+    """The same in this process, which then cannot check another."""
     path, output = path_of(number, directory), io.StringIO()
-    name = os.path.basename(path)
-    try:
-        if not functions_of(path):
-            return f"{name} has no function with the name of one on the page"
-    except BaseException as error:  # whatever a learner's file raises
-        return f"{name} cannot be imported: {type(error).__name__}: {error}"
+    name, before = os.path.basename(path), [dict(vars(module)) for module in WATCHED]
     watch = Watch("is it written, by {0}[...] = x, not {0} = x, and set before you add to it?")
-    with in_place(path), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        status = pytest.main(["-qx", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-c", f"{ROOT}/pyproject.toml",
-                              *(os.path.join(ROOT, test) for test in TESTS[number])], [watch])
+    disable_the_page_s(path)
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            with in_place(functions_of(path)):
+                status = pytest.main([
+                    "-qx", "-p", "no:cacheprovider",
+                    f"--rootdir={ROOT}", "-c", f"{ROOT}/pyproject.toml",
+                    *(os.path.join(ROOT, test) for test in TESTS[number])], [watch])
+            check_watched(name, before)
+        except UserError as error:
+            return str(error)
     if status == 0 and watch.passed and not watch.others:
         return None
     if not watch.error:
@@ -184,8 +238,10 @@ def judge_kernels(number, directory):
     import lab
     path, (of, rungs) = path_of(number, directory), KERNELS[number]
     name, constants = os.path.basename(path), model_constants(train_gpt2.Config(*GPT2_124M), Precision("bfloat16"))
-    with open(path) as f:
-        text = f.read()
+    with open(path, "rb") as f:
+        text = f.read().decode(errors="replace")
+    if "\ufffd" in text:
+        raise UserError(f"{name} is not text")
     unwritten = {rung: text[: found.start(1)].count("\n") + 1 for rung in rungs
                  if (found := re.search(rf"\b{of}_{rung}\([^{{]*{{\s*(// not written yet)", text))}
     lines = ", ".join(f"line {line}: not written yet" for line in unwritten.values())
@@ -241,7 +297,7 @@ def train(arguments, directory):
                     "--print_every", "20", *arguments]
     with contextlib.ExitStack() as stack:
         for path in passing:  # the last one imports the others' functions from the page
-            stack.enter_context(in_place(path))
+            stack.enter_context(in_place(functions_of(path)))
         return train_gpt2.main()
 
 
@@ -254,14 +310,20 @@ def main():
     if MISSING:
         raise UserError(f"the tests need the Python package {MISSING}: pip install -r requirements.txt pytest")
     directory, red = os.path.abspath(args.directory), 0
+    if not os.path.isdir(directory):
+        raise UserError(f"--directory {args.directory}: no such directory")
     if args.train is not None:
         return train(args.train, directory)
     for number in args.numbers or ALL:
-        if number in KERNELS:
-            is_wrong, line = judge_kernels(number, directory)
-        else:
-            line = wrong(number, directory)
-            is_wrong, line = bool(line), line or f"{os.path.basename(path_of(number, directory))}: passes"
+        try:
+            if number in KERNELS:
+                is_wrong, line = judge_kernels(number, directory)
+            else:
+                line = wrong(number, directory)
+                is_wrong = bool(line)
+                line = line or f"{os.path.basename(path_of(number, directory))}: passes"
+        except (UserError, OSError) as error:  # of a file that is missing, or cannot be read
+            is_wrong, line = True, str(error)
         print(line, flush=True)
         red += is_wrong
     return int(red > 0)

@@ -8,6 +8,7 @@
 import importlib
 import math
 import os
+import sys
 from numbers import Integral, Real
 
 import numpy as np
@@ -56,10 +57,17 @@ def load_model(path):
     return (architecture := architecture_of(path)), *read_model(path, architecture)
 
 
-def load_with_vocabulary(path, tokenizer=""):
-    """As load_model, and the Vocabulary, or None: of a file, or of those beside the model."""
+def load_with_vocabulary(path, tokenizer="", is_needed=True):
+    """As load_model, and the Vocabulary, or None: of a file, or of those beside the model. Rows without a token are
+    padding. is_needed: a vocabulary that cannot be read raises UserError; else it is a warning, and None."""
     architecture, config, params = load_model(path)
-    vocabulary = load_vocabulary(path, config.V, tokenizer)
+    try:
+        vocabulary = load_vocabulary(path, config.V, tokenizer)
+    except UserError as error:
+        if is_needed or tokenizer:
+            raise
+        print(f"warning: {error}: tokens are printed as ids", file=sys.stderr)
+        vocabulary = None
     if vocabulary:
         config = without_padding(config, params, len(vocabulary.tokens))
     return architecture, config, params, vocabulary
@@ -120,7 +128,7 @@ class Model:
                 break
             shown.append(int(id))
         is_text = isinstance(prompt, str) and vocabulary
-        return vocabulary.decode(id for id in shown if id not in vocabulary.special) if is_text else shown
+        return vocabulary.decode([id for id in shown if id not in vocabulary.special]) if is_text else shown
 
     def ids(self, text):
         """The ids (n,) int32 of a text, or the ids given."""

@@ -14,6 +14,7 @@ from llmc.files import (HEADER_BYTES, OPTIMIZER_MAGIC, check_size, chunks, expor
 from llmc.shuffle import Position, read_shuffle, write_shuffle
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32, check_finite, flat, table_elements
 
+CRC = slice(45, 47)  # a state's header slots of 1 and the CRC-32 of the file without these
 U64 = [20, 21, 30, 31, 32, 33]  # a state's header slots of three u64: sampler state, shard, sample
 
 
@@ -23,7 +24,9 @@ def padded(V):
 
 
 def without_padding(config, params, V):
-    """The Config of a model whose vocabulary has V tokens: the rows beyond them are padding, and are set to 0."""
+    """The Config of a model whose vocabulary has V tokens: rows beyond them are padding, and are
+    set to 0. (It may also have more tokens than the model has rows: one that was added, say.)"""
+    V = min(V, config.V)
     for name, row in params.table.items():
         if row.vocabulary:
             getattr(params, name)[V:] = 0
@@ -91,6 +94,10 @@ class Progress(NamedTuple):
     model_crc: int | None = None  # CRC-32 of the model file that belongs to it; None from llm.c
 
 
+class SeveralRanks(UserError):
+    """A state of which each rank's file has a share; raised before anything is read."""
+
+
 @dataclasses.dataclass
 class Owned:
     """The optimizer state of a run on one device, on the host: flat float32 arrays in the order of the table."""
@@ -115,8 +122,10 @@ class Owned:
         """Fill the arrays from an open state file; returns the offset of the data order after them."""
         size, arrays = table_elements(self.table), self.in_file(header[4]).values()
         if header[2] > 1 and not is_whole(f, len(arrays) * size):  # llm.c without ZeRO: each rank's file has all
-            raise UserError(f"{f.name}: is of {header[2]} ranks: resume on GPUs: python train_gpt2_cuda.py")
+            raise SeveralRanks(f"{f.name}: is of {header[2]} ranks: resume on GPUs: python"
+                               " train_gpt2_cuda.py")
         end = check_state_size(f, header, len(arrays) * size, size, hint)
+        check_crc(f, header, hint)
         for i, array in enumerate(arrays):
             if array is not None:
                 f.seek(HEADER_BYTES + 4 * i * size)
@@ -146,6 +155,10 @@ def write_optimizer_state(path, owned, progress):
             f.write(array)
         if shuffle is not None:
             write_shuffle(f, shuffle)
+        f.flush()
+        header[CRC] = 1, np.uint32(crc_of_state(f.name, header)).view(np.int32)
+        f.seek(0)
+        f.write(header)
 
 
 def read_optimizer_state(path, owned, hint="train again"):
@@ -170,10 +183,27 @@ def read_state_header(f, hint):
     header = read_header(f, OPTIMIZER_MAGIC, hint)
     version, ranks, rank, master, shuffled = (int(x) for x in header[1:6])
     expected = 2 if ranks > 1 and header[40] else 1
-    if version != expected or not 0 <= rank < ranks or master not in (0, 1) or shuffled not in (0, 1):
+    flags = {master, shuffled, int(header[CRC][0])}
+    if version != expected or not 0 <= rank < ranks or not flags <= {0, 1} or header[10] < 0:
         raise UserError(f"{f.name}: version {version}, rank {rank} of {ranks}, master weights {master}, shuffled"
-                        f" {shuffled}; expected version 1, of several ranks of this project's 2; {hint}")
+                        f" {shuffled}, step {header[10]}; expected version 1, of several ranks of"
+                        f" this project's 2; {hint}")
     return header
+
+
+def crc_of_state(path, header):
+    """CRC-32 of a state file with this header, in which the slots of its own CRC are 0."""
+    header = header.copy()
+    header[CRC] = 0
+    return zlib.crc32(np.memmap(path, np.uint8, "r")[HEADER_BYTES:], zlib.crc32(header))
+
+
+def check_crc(f, header, hint):
+    """Raise UserError unless an open state file's bytes are those that were written. llm.c's files,
+    and older ones, have no CRC-32."""
+    has_crc, saved = header[CRC].view("<u4").tolist()
+    if has_crc and crc_of_state(f.name, header) != saved:
+        raise UserError(f"{f.name}: is damaged (another CRC-32 than when it was saved); {hint}")
 
 
 def is_whole(f, elements):

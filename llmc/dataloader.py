@@ -1,10 +1,13 @@
 """Token files, and the loader of batches. A token file is raw int32 (llm.c of April 2024) or, as its magic tells, a
-header with [2] the count (64 bits; llm.c reads the lower half), then uint16 (llm.c of today) or uint32 (its Llama)."""
+header with [2] the count (64 bits; llm.c reads the lower half) and [4] the bytes of text (64 bits, ours), then uint16
+(llm.c of today) or uint32 (its Llama), or, as its ids tell, raw uint16 (nanoGPT)."""
 
+import filecmp
 import glob
 import itertools
 import os
 import re
+import sys
 
 import numpy as np
 
@@ -13,6 +16,7 @@ from llmc.files import (FILE_CHUNK, HEADER_BYTES, KINDS, TOKENS32_MAGIC, TOKENS_
                         open_input, read_header, read_into, replacing)
 from llmc.shuffle import SEED, first_position, samples_from
 
+SAMPLE_BYTES = 1 << 22  # the start of a file without a header, which tells of what type it is
 HEADERS = {"uint16": (TOKENS_MAGIC, 1, np.dtype("<u2")), "uint32": (TOKENS32_MAGIC, 7, np.dtype("<u4"))}
 
 
@@ -26,24 +30,27 @@ def tokens_hint(path):
     return f"make it of your text with: python prepro_text.py FILE --output {prefix[1] if prefix else 'PREFIX'}"
 
 
-def write_tokens(path, arrays, count, format="int32"):
-    """Write the `count` tokens of an iterable of integer arrays, as 'int32', 'uint16' or 'uint32'."""
+def write_tokens(path, arrays, count, format="int32", text_bytes=0):
+    """Write the `count` tokens of an iterable of integer arrays, as 'int32', 'uint16' or 'uint32'. text_bytes: how many
+    bytes of text all but the first stand for, if one knows; raw int32 has no place for it."""
     magic, version, dtype = HEADERS.get(format, (None, None, "<i4"))
     with replacing(path) as f:
         if magic:
             header = make_header(magic, version)
-            header[2:4] = np.array([count], "<u8").view("<i4")
+            header[2:6] = np.array([count, text_bytes], "<u8").view("<i4")
             f.write(header)
         for array in arrays:
             f.write(np.asarray(array).astype(dtype))
 
 
 class TokenFile:
-    """A file's tokens: dtype, offset in bytes, and size, their number. Raises UserError for an impossible size or fewer
-    than `least` tokens (`why` ends the message). Ids are checked when they are read."""
+    """A file's tokens: dtype, offset in bytes, size, their number, and text_bytes, see write_tokens.
+    Raises UserError for an impossible size or fewer than `least` tokens (`why` ends the message). Ids
+    are checked when they are read."""
 
     def __init__(self, path, V, least=1, why=""):
         self.path, self.V, self.hint = path, V, (hint := tokens_hint(str(path)))
+        self.text_bytes = 0
         with open_input(path, hint) as f:
             size, found = os.fstat(f.fileno()).st_size, int.from_bytes(f.read(4), "little")
             if found in KINDS:
@@ -51,14 +58,22 @@ class TokenFile:
                 format = "uint32" if found == TOKENS32_MAGIC else "uint16"
                 magic, version, self.dtype = HEADERS[format]
                 header = read_header(f, magic, hint)
-                self.offset, self.size = HEADER_BYTES, int(header[2:4].view("<u8")[0])
+                self.offset = HEADER_BYTES
+                self.size, self.text_bytes = header[2:6].view("<u8").tolist()
                 if header[1] != version:
                     raise UserError(f"{path}: token file version {header[1]}, expected {version}; {hint}")
                 check_size(f, self.offset + self.dtype.itemsize * self.size, f"{self.size} {format} tokens", hint)
-            elif size % 4:
-                raise UserError(f"{path}: {size} bytes, expected a whole number of int32 tokens; {hint}")
             else:
-                self.dtype, self.offset, self.size = np.dtype("<i4"), 0, size // 4
+                f.seek(0)
+                is_uint16 = size % 2 == 0 and is_raw_uint16(f.read(SAMPLE_BYTES), size, V)
+                self.dtype, self.offset = np.dtype("<u2" if is_uint16 else "<i4"), 0
+                self.size = size // self.dtype.itemsize
+                if size % self.dtype.itemsize:
+                    raise UserError(f"{path}: {size} bytes, expected a whole number of int32"
+                                    f" tokens; {hint}")
+                if is_uint16:
+                    print(f"note: {path}: has no header: its ids are uint16, as nanoGPT writes"
+                          " them", file=sys.stderr)
         if self.size < least:
             raise UserError(f"{path}: {self.size} tokens, expected at least {least}{why}")
 
@@ -74,6 +89,23 @@ class TokenFile:
         with open_input(self.path, self.hint) as f:
             for start in range(0, min(count, self.size), FILE_CHUNK):
                 self.read(f, start, min(FILE_CHUNK, self.size - start))
+
+
+def is_raw_uint16(start, size, V):
+    """Whether the ids of a file of `size` bytes without a header, which begins with the bytes
+    `start`, are uint16: as int32, some are none of V, and both halves of such an int32 are as
+    large, by their medians. (The upper halves of true int32 ids are nearly all 0.) Text and NumPy's
+    files are no ids."""
+    start = start[: len(start) // 4 * 4]
+    ids = np.frombuffer(start, "<i4")
+    if not ids.size or V > 1 << 16 or size % 4 == 0 and 0 <= ids.min() and ids.max() < V:
+        return False
+
+    is_text = not (np.frombuffer(start, np.uint8) < 9).any()
+    if is_text or start.startswith(b"\x93NUMPY"):
+        return False
+    lower, upper = np.median(np.frombuffer(start, "<u2").reshape(-1, 2), axis=0)
+    return bool(0 < lower <= 2 * upper <= 4 * lower)
 
 
 def check_ids(path, tokens, V):
@@ -104,11 +136,19 @@ def names_shards(data):
 
 
 def tokenizer_beside(data):
-    """PREFIX_tokenizer.bin, which prepro scripts write beside PREFIX_train.bin, PREFIX_val.bin; "" for other names."""
+    """PREFIX_tokenizer.bin, which prepro scripts write beside PREFIX_train.bin, PREFIX_val.bin; ""
+    for other names. Of a pattern, the first such file that is there; raises UserError if there are
+    several, and they differ."""
     if not names_shards(data):
         return f"{data}_tokenizer.bin"
-    found = re.match(r"(.*)(train|val)[^/\\]*$", data)
-    return f"{found[1]}tokenizer.bin" if found else ""
+    matches = (re.match(r"(.*)(train|val)[^/\\]*$", path) for path in [*find_files(data), data])
+    paths = [f"{match[1]}tokenizer.bin" for match in matches if match]
+    there = [path for path in dict.fromkeys(paths) if os.path.isfile(path)]
+    for path in there[1:]:
+        if not filecmp.cmp(path, there[0], shallow=False):
+            raise UserError(f"{data}: matches files of different vocabularies, {there[0]} and"
+                            f" {path}: choose files of one")
+    return next(iter(there + paths[-1:]), "")
 
 
 def validation_name(train):

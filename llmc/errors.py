@@ -37,7 +37,10 @@ def run_main(main):
     sys.stdin, sys.stdout, sys.stderr = (f or open(os.devnull, "r+") for f in (sys.stdin, sys.stdout, sys.stderr))
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # a file name may not be printable
     try:
-        status = main()
+        try:
+            status = main()
+        except SystemExit as end:  # --help
+            status = end.code
         sys.stdout.flush()
     except BrokenPipeError:  # `... | head`
         discard_stdout()
@@ -45,6 +48,10 @@ def run_main(main):
     except (UserError, MemoryError, OSError, KeyboardInterrupt) as error:
         text, status = describe(error)
         print(f"{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # a full disk: Python would try again at exit, and print a traceback
+            discard_stdout()
     sys.exit(status)
 
 

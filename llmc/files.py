@@ -4,6 +4,7 @@ writes to a temporary file that is renamed when complete."""
 import contextlib
 import os
 import re
+import stat
 
 import numpy as np
 
@@ -54,17 +55,50 @@ def errors_of_writing(path, verb="written"):
         raise UserError(f"{path}: cannot be {verb} ({error.strerror})") from None
 
 
+complete = None  # within all_or_none(): pairs of a file of `replacing`, and what it will replace
+
+
+@contextlib.contextmanager
+def all_or_none():
+    """Context manager: what `replacing` writes within it replaces the old files together, at its
+    end; after an exception, none of them. Not for threads."""
+    global complete
+    complete = []
+    try:
+        yield
+        for written, target in complete:
+            with errors_of_writing(target):
+                os.replace(written, target)
+    finally:
+        for written, _ in complete:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(written)
+        complete = None
+
+
 @contextlib.contextmanager
 def replacing(path):
     """Context manager: yields a temporary file, which replaces `path` once it is complete and on the disk. Raises
-    UserError when it cannot be written; the old file at `path` is then untouched. A link is followed."""
+    UserError when it cannot be written; the old file at `path` is then untouched. A link is
+    followed. A pipe or a character device, such as /dev/null, is written to, and stays one."""
+    mode = os.stat(path).st_mode if os.path.exists(path) else stat.S_IFREG
+    if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+        with errors_of_writing(path), open(path, "wb") as f:
+            yield f
+        return
+    if not stat.S_ISREG(mode):
+        raise UserError(f"{path}: cannot be written (a directory or a device, expected a file)")
+
     target = os.path.realpath(path)
     with errors_of_writing(path), open(f"{target}.tmp", "wb") as f:
         try:
             yield f
             f.flush()
             os.fsync(f.fileno())
-            os.replace(f.name, target)
+            if complete is None:
+                os.replace(f.name, target)
+            else:
+                complete.append((f.name, target))
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f.name)

@@ -58,9 +58,10 @@ def load_examples(path, V, T, count=0, hint="pass -t"):
 
 
 def count_correct(losses_of, examples, B, T, starmap=itertools.starmap):
-    """Count the examples that a model gets right, as llm.c's acc_norm does: the ending with the smallest mean loss per
-    token wins, the first of equals. losses_of(inputs, targets): (B, T) int32, or fewer rows and positions -> the losses
-    (B, T) of the targets. starmap: like itertools.starmap; that of a run's ranks shares the batches among GPUs."""
+    """How many examples a model gets right: (acc_norm's, acc's). The ending with the smallest mean
+    loss per token wins, as llm.c's acc_norm has it, or with the smallest sum; the first of equals.
+    losses_of(inputs, targets): (B, T) int32, or fewer rows and positions -> the losses (B, T) of the
+    targets. starmap: like itertools.starmap; that of a run's ranks shares the batches among GPUs."""
     rows = [(example.context, ending) for example in examples for ending in example.endings]
     order = np.argsort([len(context) + len(ending) for context, ending in rows], kind="stable")  # little padding
 
@@ -81,4 +82,6 @@ def count_correct(losses_of, examples, B, T, starmap=itertools.starmap):
     means[order] = list(itertools.chain.from_iterable(starmap(means_of, batches)))
     if not np.isfinite(means).all():
         raise UserError("HellaSwag: the model's losses are not finite")
-    return int((means.reshape(-1, ENDINGS).argmin(axis=1) == [example.label for example in examples]).sum())
+    sums = means * [len(ending) for _, ending in rows]
+    labels = [example.label for example in examples]
+    return tuple(int((losses.reshape(-1, ENDINGS).argmin(axis=1) == labels).sum()) for losses in (means, sums))

@@ -4,6 +4,7 @@ else is refused, by its name: a field of config.json, or a tensor that is not re
 
 import dataclasses
 import json
+import math
 import os
 import re
 
@@ -12,7 +13,7 @@ import numpy as np
 from llmc.checkpoint import padded
 from llmc.errors import UserError, import_package
 from llmc.files import open_input
-from llmc.tensors import allocate, bf16_to_float32, check_finite
+from llmc.tensors import allocate, bf16_to_float32, check_finite, table_elements
 
 HINT = "expected a Hugging Face folder with config.json and model.safetensors"
 STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}  # safetensors' name -> NumPy's; BF16: its bits
@@ -64,8 +65,10 @@ def llama_config_of(hf, path, Config):
 def whole_numbers(hf, names, path):
     """{our name: value} of {our name: Hugging Face's} in a dict of config.json."""
     for name in names.values():
-        if type(hf[name]) not in (int, float) or hf[name] != int(hf[name]) or hf[name] < 1:
-            raise UserError(f"{path}: {name} is {hf[name]!r}, expected a whole number of at least 1")
+        value = hf[name]
+        if type(value) not in (int, float) or value != int(value) or not 1 <= value < 2**31:
+            raise UserError(f"{path}: {name} is {value!r:.60}, expected a whole number from 1 to"
+                            " 2^31 - 1")
     return {ours: int(hf[theirs]) for ours, theirs in names.items()}
 
 
@@ -131,6 +134,25 @@ def to_theirs(weight, order):
     return to_ours(weight, order, (-1, 2))
 
 
+def with_our_prefix(state, prefix, embedding):
+    """A folder's tensors, {name: tensor}, named as here: `prefix`, then a name such as `embedding`.
+    A model that was saved without its head, or within another module, has another prefix, or none:
+    that of its embedding."""
+    embeddings = [name for name in state if f".{name}".endswith(f".{embedding}")]
+    if len(embeddings) != 1:
+        return state
+
+    theirs, named = embeddings[0].removesuffix(embedding), {}
+    for name, tensor in state.items():
+        before_head = name.removesuffix("lm_head.weight")
+        if before_head != name and theirs.startswith(before_head):
+            name = "lm_head.weight"
+        elif name.startswith(theirs):
+            name = prefix + name.removeprefix(theirs)
+        named[name] = tensor
+    return named
+
+
 def read_hf_folder(folder, gpt2, llama):
     """(architecture, config, params) of a Hugging Face folder, without pickle. gpt2, llama: the two pages' classes."""
     safetensors = import_package("safetensors", "a Hugging Face folder")
@@ -153,9 +175,15 @@ def read_hf_folder(folder, gpt2, llama):
         if os.path.lexists(index_path) and not os.path.lexists(weights_path):  # which names several files
             path = weights_path = index_path
             with open_input(path, HINT) as f:
-                shards = [os.path.join(folder, name) for name in sorted(set(json.load(f)["weight_map"].values()))]
+                names = sorted(set(json.load(f)["weight_map"].values()))
+            for name in names:
+                if os.path.isabs(name) or ".." in name.split("/"):
+                    raise UserError(f"{path}: names {name!r:.60}, expected files of the folder")
+            shards = [os.path.join(folder, name) for name in names]
         for path in shards:
             with open_input(path, HINT) as f:
+                if not os.path.isfile(path):  # a device may have no end
+                    raise UserError(f"{path}: is no file; {HINT}")
                 state |= safetensors.deserialize(f.read())
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         what = "configuration of a GPT-2 or Llama" if path == config_path else "index of a model's shards"
@@ -163,7 +191,9 @@ def read_hf_folder(folder, gpt2, llama):
     except safetensors.SafetensorError as error:
         raise UserError(f"{path}: not a safetensors file ({error})") from None
 
-    state = {key.removeprefix("transformer."): value for key, value in state.items()}
+    is_llama = architecture is llama
+    prefix, embedding = ("model.", "embed_tokens.weight") if is_llama else ("", "wte.weight")
+    state = with_our_prefix(state, prefix, embedding)
     unread = {name for name in state if not UNREAD.fullmatch(name)}
 
     def fetch(name, shape):
@@ -179,13 +209,19 @@ def read_hf_folder(folder, gpt2, llama):
             raise UserError(f"{weights_path}: {name} has shape {tensor.shape}, expected {shape} from config.json")
         return tensor
 
-    is_llama, shape = architecture is llama, (config.V, config.C)
-    embedding = fetch("model.embed_tokens.weight" if is_llama else "wte.weight", shape)
-    if "lm_head.weight" in state and not np.array_equal(fetch("lm_head.weight", shape), embedding):
+    shape = config.V, config.C
+    wte = fetch(prefix + embedding, shape)
+    if "lm_head.weight" in state and not np.array_equal(fetch("lm_head.weight", shape), wte):
         if not is_llama:
             raise UserError(f"{weights_path}: lm_head.weight differs from wte.weight: this project ties the two")
         config = dataclasses.replace(config, tied=0)  # a head of its own is used, whatever the flag says
-    params = allocate(architecture.parameter_table(config))
+    table = architecture.parameter_table(config)
+    described = table_elements(table)
+    stored = sum(math.prod(tensor["shape"]) for tensor in state.values())
+    if described > 2 * stored + 256 * config.C:  # up to 127 rows of padding, twice
+        raise UserError(f"{config_path}: describes a model of {described} weights, but"
+                        f" {weights_path} has {stored}")
+    params = allocate(table)
     for name, view, order in (llama_slices if is_llama else gpt2_slices)(config, params):
         view[:] = to_ours(fetch(name, to_theirs(view, order).shape), order)
     if unread:

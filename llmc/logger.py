@@ -34,7 +34,10 @@ class Log:
         if not self.table.tell():
             append(self.table, ",".join(self.columns) + "\n")
         self.table.seek(0)
-        self.columns, *rows = (line.decode().rstrip("\n").split(",") for line in self.table)  # --dtype may have changed
+        table = [line.decode().rstrip("\n").split(",") for line in self.table]
+        rows = table[1:]
+        if table:  # a link to /dev/null has no head
+            self.columns = table[0]  # --dtype may have changed
         self.began = time.perf_counter() - (float(rows[-1][2]) if rows else 0.0)
         tokens = max(int(row[1]) for row in rows) if rows else first_step * self.tokens  # -d may have changed
         self.tokens_before = tokens - first_step * self.tokens

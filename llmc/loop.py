@@ -174,7 +174,7 @@ class Loop(contextlib.AbstractContextManager):
             self.console.overfits(step, *self.lowest)
         if self.examples:
             self.console.wait_for("HellaSwag")
-            correct = self.count_correct(self.model.losses, self.examples, settings.B, settings.T, starmap)
+            correct, _ = self.count_correct(self.model.losses, self.examples, settings.B, settings.T, starmap)
             self.console.hellaswag(step, correct, len(self.examples))
             self.log.evaluation(step, correct / len(self.examples))
 

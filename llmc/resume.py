@@ -15,9 +15,10 @@ from llmc.checkpoint import (padded, rank_path, read_model, read_optimizer_state
                              write_optimizer_state)
 from llmc.errors import DIVERGED, UserError
 from llmc.files import open_input, replacing
+from llmc.outliers import WINDOW
 from llmc.single_process import SINGLE_PROCESS
 from llmc.tensors import check_finite
-from llmc.tokenizer import read_tokenizer
+from llmc.tokenizer import find_tokenizer, read_tokenizer
 
 
 def checkpoint_paths(directory, step):
@@ -107,7 +108,8 @@ def find_checkpoint(settings):
 def read_start(settings, first_step, tokenizer, architecture):
     """(config, params, their file or -e's name) of the model that a run begins with: of its checkpoint at first_step
     or, if that is None, of -e. Random weights have the vocabulary size of the tokenizer, or GPT-2's, and the run's T as
-    maxT: positions beyond it would never be trained. Raises UserError if T or the tokenizer does not fit the model."""
+    maxT: positions beyond it would never be trained. Raises UserError if T does not fit the model, or the tokenizer is
+    not the one beside it."""
     V, start, made = len(tokenizer.tokens) if tokenizer else 50257, settings.model, None
     if first_step is not None:
         start, _, marker = checkpoint_paths(settings.output_dir, first_step)
@@ -122,35 +124,74 @@ def read_start(settings, first_step, tokenizer, architecture):
             raise UserError(f"-e {start}: a Hugging Face folder; run: python export_weights.py --model {start}")
         start = model_file(start) if os.path.isdir(start) else start
         config, params = read_model(start, architecture)
-    beside = os.path.join(os.path.dirname(start), "tokenizer.bin")
-    if tokenizer and not made and os.path.exists(beside) and tokenizer != read_tokenizer(beside):
-        raise UserError(f"{tokenizer.path}: is another vocabulary than {beside}: choose a model and data of one"
-                        " vocabulary")
     if settings.T > config.maxT:
         raise UserError(f"-t/--sequence_length {settings.T}: the model's longest sequence is {config.maxT}")
-    if tokenizer and config.V == padded(V):
+
+    beside = find_tokenizer(start, config.V) if tokenizer and not made else None
+    if beside and tokenizer != read_tokenizer(beside):
+        raise UserError(f"{tokenizer.path}: is another vocabulary than {beside} ({V} tokens, the model has"
+                        f" V={config.V}): choose a model and data of one vocabulary, or pass --tokenizer FILE")
+    if V < config.V and (beside or tokenizer and config.V == padded(V)):  # rows without a token are padding
         config = without_padding(config, params, V)
-    if tokenizer and V != config.V:
-        raise UserError(f"{tokenizer.path}: {V} tokens, but the model has V={config.V}: choose a model and data of one"
-                        " vocabulary, or pass --tokenizer FILE")
+    elif tokenizer and V != config.V and os.environ.get("RANK", "0") == "0":
+        print(f"note: {tokenizer.path}: {V} tokens, for a model of {config.V} rows", file=sys.stderr)
     return config, params, start
+
+
+def is_hex(text):
+    return isinstance(text, str) and re.fullmatch("(?:[0-9a-f]{8})*", text)  # of float32 numbers
+
+
+NOTES = {  # what a checkpoint's notes may hold: a test of its value
+    **dict.fromkeys(("data", "val_data", "model", "precision"), lambda text: isinstance(text, str)),
+    "update_tokens": lambda number: type(number) is int and number > 0,
+    "lowest": lambda pair: [type(number) for number in pair] in ([float, int], [int, int]),
+    "recent": lambda rows: len(rows) == 2 and all(
+        type(row["count"]) is int and 0 <= row["count"] < 2**31 and len(row["values"]) == WINDOW
+        and {*map(type, row["values"])} <= {int, float} for row in rows),
+    "fp8": lambda state: (type(state["updates"]) is int and is_hex(state["history"])
+                          and is_hex(state["scales"]))}
 
 
 def read_notes(directory, step):
     """Read a checkpoint's notes, a dict; raises UserError if they are damaged."""
     *_, marker = checkpoint_paths(directory, step)
-    with open_input(marker, go_back(marker)) as f, contextlib.suppress(ValueError):
-        return json.loads(f.read() or "{}")
-    raise UserError(f"{marker}: cannot be read; {go_back(marker)}")
+    with open_input(marker, go_back(marker)) as f:
+        try:
+            notes = json.loads(f.read() or "{}")  # llm.c's file is empty
+        except (ValueError, RecursionError):
+            raise UserError(f"{marker}: cannot be read; {go_back(marker)}") from None
+    if not isinstance(notes, dict):
+        raise UserError(f"{marker}: is {notes!r:.60}, expected a JSON object; {go_back(marker)}")
+    for name in NOTES.keys() & notes.keys():
+        try:
+            is_right = NOTES[name](notes[name])
+        except (TypeError, KeyError):  # of another structure
+            is_right = False
+        if not is_right:
+            raise UserError(f"{marker}: {name!r} is {notes[name]!r:.60}, which no run writes;"
+                            f" {go_back(marker)}")
+    return notes
+
+
+def read_state(directory, step, owned, hint):
+    """As read_optimizer_state, of a checkpoint. Raises UserError, too, if the state is of another
+    step than its name says, or of another model than the file beside it."""
+    model, state, _ = checkpoint_paths(directory, step)
+    progress, has_exact = read_optimizer_state(state, owned, hint)
+    if progress.step != step:
+        raise UserError(f"{state}: of step {progress.step}, expected step {step}; {hint}")
+    if progress.model_crc not in (None, zlib.crc32(np.memmap(model, np.uint8, "r"))):
+        raise UserError(f"{state}: {model} is not the model that it was saved with (another"
+                        f" CRC-32); {hint}")
+    return progress, has_exact
 
 
 def restore(settings, owned, step, loader, random):
     """Read a rank's share of a checkpoint's optimizer state into `owned`, and restore loader and sampler. Returns
     whether the state has float32 weights, and the notes; raises UserError for damaged files, or another run's flags."""
-    model, state, marker = checkpoint_paths(settings.output_dir, step)
-    progress, has_exact = read_optimizer_state(state, owned, hint=go_back(marker))
-    if progress.model_crc not in (None, zlib.crc32(np.memmap(model, np.uint8, "r"))):
-        raise UserError(f"{state}: {model} is not the model that it was saved with (another CRC-32); {go_back(marker)}")
+    _, state, marker = checkpoint_paths(settings.output_dir, step)
+    progress, has_exact = read_state(settings.output_dir, step, owned, go_back(marker))
     if progress.position is None:
         progress = progress._replace(position=loader.position)
         if owned.rank == 0:
@@ -158,9 +199,9 @@ def restore(settings, owned, step, loader, random):
     shuffled = int(progress.position.shuffle is not None)
     given = settings.B, settings.T, settings.spread, shuffled if settings.shuffle == -1 else settings.shuffle
     found = *((*given[:2], 0) if progress.batch == (0, 0, 0) else progress.batch), shuffled
-    if progress.step != step or found != given:
+    if found != given:
         flags = "-b {} -t {} --spread {} --shuffle {}"
-        raise UserError(f"{state}: of step {progress.step} with {flags.format(*found)}, expected step {step} with"
+        raise UserError(f"{state}: of a run with {flags.format(*found)}, expected"
                         f" {flags.format(*given)}: resume with the flags of the first run")
     notes = read_notes(settings.output_dir, step)
     wanted, settings.model = settings.model, notes.get("model", settings.model)

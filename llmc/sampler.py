@@ -1,6 +1,5 @@
 """Sampling: llm.c's random number generator, and text generation."""
 
-import codecs
 import re
 import sys
 from typing import NamedTuple
@@ -64,23 +63,22 @@ class Choice(NamedTuple):
 
 
 class Writer:
-    """Prints each id at once, as text or, without a tokenizer, as a number; a character of several tokens, once it is
-    complete. Control characters are stripped, and marks that change the direction of text."""
+    """Prints each id at once, as text or, without a tokenizer, as a number. Control characters are stripped, and marks
+    that change the direction of text."""
 
     STRIPPED = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-    left_out = b""  # SentencePiece's space before the first word
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.decoder = tokenizer, codecs.getincrementaldecoder("utf-8")("replace")
+        self.stream = tokenizer.stream() if tokenizer else None
 
     def write(self, id):
-        token = self.tokenizer.tokens[id].removeprefix(self.left_out) if self.tokenizer else b"%d " % id
-        text, self.left_out = self.decoder.decode(token), b""
-        sys.stdout.buffer.write(self.STRIPPED.sub("", text).encode())
-        sys.stdout.buffer.flush()
+        self.print(self.stream.add(id) if self.stream else f"{id} ")
 
     def end(self):
-        sys.stdout.buffer.write(self.decoder.decode(b"", final=True).encode() + b"\n")
+        self.print((self.stream.end() if self.stream else "") + "\n")
+
+    def print(self, text):
+        sys.stdout.buffer.write(self.STRIPPED.sub("", text).encode(errors="replace"))
         sys.stdout.buffer.flush()
 
 

@@ -1,14 +1,18 @@
 """Tokenizer files, as llm.c's: header [2] V [3] id of end of text (version 2); for each id a length byte, its bytes."""
 
+import codecs
 import dataclasses
 import os
+import re
 import shutil
 
-from llmc.dataloader import tokenizer_beside
+from llmc.checkpoint import padded
+from llmc.dataloader import names_shards, tokenizer_beside, validation_name
 from llmc.errors import UserError
 from llmc.files import EXPORT, TOKENIZER_MAGIC, make_header, open_input, read_header, replacing
 
-FOLDER_FILES = "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
+FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+                "chat_template.jinja")
 
 
 @dataclasses.dataclass
@@ -21,6 +25,25 @@ class Tokenizer:
 
     def __eq__(self, other):
         return (self.tokens, self.eot) == (other.tokens, other.eot)  # also of a Vocabulary, which is a subclass
+
+    def stream(self):
+        """What turns ids into text, one at a time."""
+        return ByteStream(self.tokens)
+
+
+class ByteStream:
+    """The text of ids, one at a time: a character of several tokens comes with the last of them."""
+
+    def __init__(self, tokens):
+        self.tokens, self.decoder = tokens, codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, id):
+        """The text that an id adds."""
+        return self.decoder.decode(self.tokens[id])
+
+    def end(self):
+        """The text of a character that lacks some of its tokens."""
+        return self.decoder.decode(b"", final=True)
 
 
 def read_tokenizer(path):
@@ -53,18 +76,41 @@ def keep_tokenizer(directory, tokenizer):
     """Write tokenizer.bin, for the models in this directory; raises UserError if it exists and differs."""
     path = os.path.join(directory, "tokenizer.bin")
     if not os.path.lexists(path):
-        write_tokenizer(path, tokenizer.tokens, tokenizer.eot)
         for name in FOLDER_FILES if tokenizer.path else ():
             if os.path.exists(source := os.fspath(tokenizer.path).removesuffix("tokenizer.bin") + name):
-                shutil.copyfile(source, os.path.join(directory, name))
+                target = os.path.join(directory, name)
+                with open_input(source, EXPORT) as f, replacing(target) as copy:
+                    shutil.copyfileobj(f, copy)
+        write_tokenizer(path, tokenizer.tokens, tokenizer.eot)  # last: where it is, all are
     elif read_tokenizer(path) != tokenizer:
         raise UserError(f"{path}: is another vocabulary than {tokenizer.path}: choose another -o")
+
+
+def find_tokenizer(model, V):
+    """The path of the tokenizer file beside a model of V rows, or None: export_weights.py's NAME_tokenizer.bin, a run's
+    tokenizer.bin or, if V is its size or that padded, gpt2_tokenizer.bin or bytes_tokenizer.bin."""
+    directory = model if os.path.isdir(model) else os.path.dirname(model)
+    label = re.sub(r"^(gpt2|llama3|speedrun)_|(_bf16)?\.bin$", "", os.path.basename(model))
+    for name in (f"{label}_tokenizer.bin", "tokenizer.bin"):
+        if os.path.lexists(path := os.path.join(directory, name)):
+            return path
+    if os.path.lexists(os.path.join(directory, "config.json")):  # a Hugging Face folder's vocabulary is its own
+        return None
+    for name in ("gpt2_tokenizer.bin", "bytes_tokenizer.bin"):
+        if os.path.lexists(path := os.path.join(directory, name)):
+            size = len(read_tokenizer(path).tokens)
+            if V in (size, padded(size)):
+                return path
+    return None
 
 
 def load_tokenizer(settings):
     """Read the tokenizer file: --tokenizer, else the one beside the data (which becomes settings.tokenizer), else
     gpt2_tokenizer.bin. Returns None if there is none; raises UserError if --tokenizer is missing, or -j's differs."""
-    beside, of_val = tokenizer_beside(settings.data), tokenizer_beside(settings.val_data)
+    val_data = settings.val_data
+    if not val_data and settings.val_every and names_shards(settings.data):
+        val_data = validation_name(settings.data)  # which may match files of other vocabularies
+    beside, of_val = tokenizer_beside(settings.data), tokenizer_beside(val_data)
     if not settings.tokenizer and os.path.lexists(beside):
         settings.tokenizer = beside
     path = settings.tokenizer or "gpt2_tokenizer.bin"

@@ -9,12 +9,16 @@ import re
 import sys
 from pathlib import Path
 
-from llmc.checkpoint import padded
+import numpy as np
+
 from llmc.errors import UserError, import_package
 from llmc.files import open_input, replacing
-from llmc.tokenizer import FOLDER_FILES, Tokenizer, read_tokenizer, write_tokenizer
+from llmc.tokenizer import FOLDER_FILES, Tokenizer, find_tokenizer, read_tokenizer, write_tokenizer
 
 EOT = "<|endoftext|>"
+ENDS = EOT, "</s>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]"  # if no file says what ends a text
+BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's tokens for what has no token
+OLDER_FILES = "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"
 GPT2_SHA256 = "f2da4ff514c07861464f0fa0120eca6a6137f0008fa0c43209b6b796c32fab99"  # of GPT-2's tokens in a row
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # Latin-1's; others are characters from U+0100 on
 LETTERS = dict(zip(map(chr, [*PRINTABLE, *range(256, 324)]), [*PRINTABLE, *sorted({*range(256)} - {*PRINTABLE})]))
@@ -23,20 +27,33 @@ LETTERS = dict(zip(map(chr, [*PRINTABLE, *range(256, 324)]), [*PRINTABLE, *sorte
 class Vocabulary(Tokenizer):
     """A tokenizer, and the ids of a text where one knows them: the three classes below."""
 
-    unknown = None  # the id of what the vocabulary lacks, if it has one
     prefix = ""  # of the paths of a Hugging Face folder's files
+    is_exact = True  # whether a text is the bytes of its tokens, joined
     stops = property(lambda self: {self.eot})  # the ids that end a text
     special = property(lambda self: {self.eot})  # the ids that are not text
     is_gpt2 = functools.cached_property(lambda self: hashlib.sha256(b"".join(self.tokens)).hexdigest() == GPT2_SHA256)
+    lengths = functools.cached_property(lambda self: np.array([len(token) for token in self.tokens]))
 
     def encode(self, text, begin=True):
         """The ids of a text, a list; begin: after the token that begins one, if there is such a token. Names of special
         tokens are text, but in a folder's vocabulary. Raises UserError for what it lacks."""
         raise UserError(f"{self.path}: not GPT-2's vocabulary, no tokenizer.json beside it: pass --prompt_ids")
 
-    def decode(self, ids):
-        """The text of ids; bytes that are not UTF-8 become U+FFFD."""
+    def measure(self, text):
+        """The ids of a text, how many of its bytes each stands for, and the characters that no token stands for."""
+        ids = self.encode(text, begin=False)
+        return ids, self.lengths[ids].tolist() if ids else [], ""
+
+    def decode(self, ids, after=()):
+        """The text of ids, a list, where it follows that of the ids `after`. Bytes that are not UTF-8 become U+FFFD.
+        Raises UserError for a number that is no id."""
+        self.check(ids)
         return b"".join(self.tokens[id] for id in ids).decode(errors="replace")
+
+    def check(self, ids):
+        wrong = next((id for id in ids if not 0 <= id < len(self.tokens)), None)
+        if wrong is not None:
+            raise UserError(f"token id {wrong}: expected 0 to {len(self.tokens) - 1}")
 
     def check_file(self):
         """Raise UserError if a tokenizer file, where a length is one byte, cannot hold it."""
@@ -83,87 +100,252 @@ class Gpt2(Vocabulary):
 
 
 class Folder(Vocabulary):
-    """The vocabulary of a Hugging Face folder with a tokenizer.json."""
+    """The vocabulary of a Hugging Face folder: its tokenizer.json, or vocab.json and merges.txt."""
 
     WINDOW, MARGIN = 1 << 18, 1 << 11  # characters of a long text that are encoded at a time, with more on both sides
 
     def __init__(self, path, eot=None):
         """path: of a tokenizer.json. eot, which separates documents, is the token that begins a text or, without one,
         the token that ends it: the argument, if no file names one. Raises UserError for a file that cannot be read."""
-        with open_input(path, "expected gpt2, bytes, chars, a run or a Hugging Face folder with a tokenizer.json") as f:
-            text = f.read().decode(errors="replace")
-        tokenizers = import_package("tokenizers", "a vocabulary of Hugging Face")
-        try:
-            self.backend = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the package raises nothing narrower
-            raise UserError(f"{path}: cannot be read ({error})") from None
         self.prefix = os.fspath(path).removesuffix("tokenizer.json")
+        self.backend = read_backend(self.prefix)
         self.added = self.backend.get_added_tokens_decoder()
-        self.unknown = self.backend.token_to_id(getattr(self.backend.model, "unk_token", None) or "")
-        self.byte_level, ids = "ByteLevel" in str(self.backend.decoder), self.backend.get_vocab()
-        begin, ends = self.backend.encode("").ids, self.end_ids() or [eot]
-        if not begin and ends == [None]:
-            raise UserError(f"{path}: no config.json or tokenizer_config.json beside it says which token ends a text")
-        super().__init__([*map(self.bytes_of, range(1 + max(ids.values())))], (begin or ends)[0],
-                         f"{self.prefix}tokenizer.bin")  # which would be beside its files
-        self.starts, self.ends = begin, ends
-        word = next((id for token, id in ids.items() if re.match(r"\u2581\w", token)), None)
-        self.drops_space = word is not None and self.backend.decode([word])[0] != " "  # the one before the first word
+        self.unknown = self.unknown_id()
+        self.byte_level = "ByteLevel" in str(self.backend.decoder)
 
-    stops = property(lambda self: {*self.starts, *self.ends})
+        ids = self.backend.get_vocab().values()
+        if not 0 <= max(ids, default=-1) < 1 << 22:
+            raise UserError(f"{path}: ids up to {max(ids, default=None)}, expected at least one, and less than 2^22")
+
+        self.frame = self.backend.encode("").ids  # what is put before a text, and after it
+        mask = [*self.backend.encode("a").special_tokens_mask, 0]
+        self.starts = self.frame[: mask.index(0)]
+
+        self.ends = self.ends_of_generation()
+        ends = [id for id in (self.named_end(), *self.ends, self.usual_end(), eot) if id is not None]
+        if not self.starts + ends:
+            raise UserError(f"{path}: no config.json or tokenizer_config.json beside it says which token ends a text")
+        self.ends = self.ends or ends[:1]
+        super().__init__([*map(self.bytes_of, range(1 + max(ids)))], (self.starts + ends)[0],
+                         f"{self.prefix}tokenizer.bin")  # which would be beside its files
+
+    stops = property(lambda self: {*self.frame, *self.ends})
     special = property(lambda self: self.stops | {id for id, token in self.added.items() if token.special})
 
-    def end_ids(self):
-        """The ids that end a text, as the folder's other files say."""
-        for name, key in (("generation_config.json", "eos_token_id"), ("config.json", "eos_token_id"),
-                          ("tokenizer_config.json", "eos_token")):
-            found = read_object(self.prefix + name).get(key)
-            if key == "eos_token" and found:
-                found = self.backend.token_to_id(str(found["content"] if isinstance(found, dict) else found))
-            if found is not None:
-                found = found if isinstance(found, list) else [found]
-                if not all(type(id) is int and id >= 0 for id in found):
-                    raise UserError(f"{self.prefix}{name}: {key} is {found}, expected a token's id, or a list of them")
-                if found := [id for id in found if id in self.backend.get_vocab().values()]:  # some have GPT-2's
-                    return found
+    def unknown_id(self):
+        """The id that stands for what the vocabulary lacks, or None."""
+        if token := getattr(self.backend.model, "unk_token", None):
+            return self.backend.token_to_id(token)
+        ids = self.backend.encode("\U00010348", add_special_tokens=False).ids  # a Gothic letter
+        return ids[-1] if ids and not BYTE.fullmatch(self.token(ids[-1])) else None
+
+    def named_end(self):
+        """The id of the token that ends a text, as the files beside tokenizer.json name it, or None."""
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            if content := content_of(read_object(self.prefix + name).get("eos_token")):
+                return self.backend.token_to_id(content)
+        return None
+
+    def usual_end(self):
+        """The id of a token that ends texts by its spelling, or None."""
+        known = map(self.backend.token_to_id, ENDS)
+        return next((id for id in known if id is not None), None)
+
+    def ends_of_generation(self):
+        """The ids at which a model stops. A single one that is a word of the text is passed over: many a config.json
+        has GPT2Config's default, 50256."""
+        for name in ("generation_config.json", "config.json"):
+            found = read_object(self.prefix + name).get("eos_token_id")
+            ids = found if isinstance(found, list) else [] if found is None else [found]
+            if not all(type(id) is int and id >= 0 for id in ids):
+                raise UserError(f"{self.prefix}{name}: eos_token_id is {found}, expected a token's id, or"
+                                " a list of them")
+            ids = [id for id in ids if self.token(id) is not None]
+            if len(ids) == 1 and ids[0] not in self.added and self.token(ids[0]) not in ENDS:
+                continue
+            if ids:
+                return ids
         return []
 
+    def token(self, id):
+        """An id's token as tokenizer.json spells it, or None. (tokenizers takes no id of more than 32 bits.)"""
+        return self.backend.id_to_token(id) if id < 1 << 32 else None
+
     def bytes_of(self, id):
-        token = self.backend.id_to_token(id)
+        """The bytes of a token within a text, between two others."""
+        token = self.token(id)
         if token is None:
             return b"\xef\xbf\xbd"  # U+FFFD: no token has this id
-        if id in self.added:
-            return token.encode()
-        if self.byte_level and LETTERS.keys() >= set(token):
-            return bytes(LETTERS[letter] for letter in token)
-        byte = re.fullmatch(r"<0x([0-9A-F]{2})>", token)
-        return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
+        if self.byte_level:
+            return bytes(LETTERS[letter] for letter in token) if LETTERS.keys() >= set(token) else token.encode()
+        if byte := BYTE.fullmatch(token):
+            return bytes([int(byte[1], 16)])
+
+        decoder = self.backend.decoder
+        join = decoder.decode if decoder else " ".join
+        first = join(["a"])
+        last = join(["a", "a"]).removeprefix(first)
+        return join(["a", token, "a"]).removeprefix(first).removesuffix(last).encode() or b" "
 
     def encode(self, text, begin=True):
-        """As above. Without `begin`, windows of a long text, which would take a hundred bytes of memory a character,
-        are joined in the middle of where they overlap, where eight tokens in a row are the same."""
         text = valid(text)
-        if begin or len(text) <= self.WINDOW + 2 * self.MARGIN:
-            return self.backend.encode(text, add_special_tokens=begin).ids
-        ids, last = [], []  # last: (where it begins, id) of the last window's tokens
-        for first in range(0, len(text) - 2 * self.MARGIN, self.WINDOW):
-            found = self.backend.encode(text[first : first + self.WINDOW + 2 * self.MARGIN], add_special_tokens=False)
-            found, begin = [(first + start, id) for (start, _), id in zip(found.offsets, found.ids)], 0
-            if last:
-                middle = first + self.MARGIN
-                known = {tuple(last[i : i + 8]): i for i in range(len(last) - 8) if last[i][0] >= middle}
-                begin = next((i for i, (start, _) in enumerate(found)
-                              if start >= middle and tuple(found[i : i + 8]) in known), None)
-                if begin is None:
-                    return self.backend.encode(text, add_special_tokens=False).ids
-                del last[known[tuple(found[begin : begin + 8])] :]
-            ids += [id for _, id in last]
-            last = found[begin:]
-        return ids + [id for _, id in last]
+        if len(text) <= self.WINDOW + 2 * self.MARGIN:
+            ids = self.backend.encode(text, add_special_tokens=False).ids
+        else:
+            ids = [id for *_, id in self.spans(text)]
+        return self.starts + ids if begin else ids
 
-    def decode(self, ids):
-        """As above, without the space that SentencePiece puts before the first word."""
-        return super().decode(ids).removeprefix(" " * self.drops_space)
+    def spans(self, text):
+        """[(start, stop, id)]: where each token of a text stands in it. Windows of a long text, which would take a
+        hundred bytes of memory a character, are joined in the middle of where they overlap, where eight tokens in a row
+        are the same."""
+        def spans_of(start, stop):
+            found = self.backend.encode(text[start:stop], add_special_tokens=False)
+            return [(start + begin, start + end, id) for (begin, end), id in zip(found.offsets, found.ids)]
+
+        if len(text) <= self.WINDOW + 2 * self.MARGIN:
+            return spans_of(0, len(text))
+        done, last = [], []  # last: the spans of the last window
+        for start in range(0, len(text) - 2 * self.MARGIN, self.WINDOW):
+            found = spans_of(start, start + self.WINDOW + 2 * self.MARGIN)
+            join = 0
+            if last:
+                middle = start + self.MARGIN
+                known = {tuple(last[i : i + 8]): i for i in range(len(last) - 8) if last[i][0] >= middle}
+                join = next((i for i, span in enumerate(found)
+                             if span[0] >= middle and tuple(found[i : i + 8]) in known), None)
+                if join is None:  # they agree nowhere
+                    return spans_of(0, len(text))
+                del last[known[tuple(found[join : join + 8])] :]
+            done += last
+            last = found[join:]
+        return done + last
+
+    @functools.cached_property
+    def is_exact(self):
+        """Whether it keeps every byte of a text that has what tokenizers change, drop or add."""
+        text = "a A\u0301 \uff21\ufb01  b\t\n\nc.\u2603 \U00010348 d"
+        return b"".join(self.tokens[id] for id in self.encode(text, begin=False)) == text.encode()
+
+    def measure(self, text):
+        text = valid(text)
+        if self.is_exact:
+            return super().measure(text)
+        ids, lengths, lost = [], [], []
+        done = 0
+        for start, stop, id in self.spans(text):
+            stop = max(stop, done)
+            ids.append(id)
+            lengths.append(len(text[done:stop].encode()))
+            lost += text[done:stop] if id == self.unknown else text[done:start]
+            done = stop
+        return ids, lengths, "".join([*lost, text[done:]])
+
+    def decode(self, ids, after=()):
+        self.check(ids)
+        if self.byte_level:
+            return super().decode(ids)
+        before = self.backend.decode([*after], skip_special_tokens=False)
+        return self.backend.decode([*after, *ids], skip_special_tokens=False)[len(before) :]
+
+    def stream(self):
+        return super().stream() if self.byte_level else JoinedStream(self.backend)
+
+
+class JoinedStream:
+    """As ByteStream, for a decoder that joins tokens by a rule of its own: an id's text is what it adds to that of the
+    ids before it."""
+
+    CONTEXT = 4  # ids that say how the next one is joined; also the bytes of a character
+
+    def __init__(self, backend):
+        self.backend, self.ids, self.shown = backend, [], 0  # shown: characters of the ids' text
+
+    def text(self):
+        return self.backend.decode(self.ids, skip_special_tokens=False)
+
+    def add(self, id):
+        self.ids.append(int(id))
+        text = self.text()
+        if text.endswith("\ufffd") and len(self.ids) < 2 * self.CONTEXT:  # perhaps the first bytes of a character
+            return ""
+        new = text[self.shown :]
+        self.ids = self.ids[-self.CONTEXT :]
+        self.shown = len(self.text())
+        return new
+
+    def end(self):
+        return self.text()[self.shown :]
+
+
+def read_backend(prefix):
+    """The tokenizers.Tokenizer of a folder. Raises UserError if no file has one."""
+    tokenizers = import_package("tokenizers", "a vocabulary of Hugging Face")
+    path = f"{prefix}tokenizer.json"
+    is_older = not os.path.lexists(path) and has_words_and_merges(prefix)
+    if is_older:
+        path = f"{prefix}vocab.json"
+
+    try:
+        if is_older:
+            found = byte_level_bpe(tokenizers, prefix)
+        else:
+            with open_input(path, how_to_make(prefix)) as f:
+                found = tokenizers.Tokenizer.from_str(f.read().decode(errors="replace"))
+    except UserError:
+        raise
+    except Exception as error:  # the package raises nothing narrower
+        raise UserError(f"{path}: cannot be read ({error})") from None
+
+    found.no_truncation()  # a file may have both, of another use
+    found.no_padding()
+    return found
+
+
+def has_words_and_merges(prefix):
+    return os.path.lexists(f"{prefix}vocab.json") and os.path.lexists(f"{prefix}merges.txt")
+
+
+def has_files(prefix):
+    """Whether a Folder can be made of the files there."""
+    return os.path.lexists(f"{prefix}tokenizer.json") or has_words_and_merges(prefix)
+
+
+def how_to_make(prefix):
+    """How to get a tokenizer.json, in a message."""
+    there = next((name for name in OLDER_FILES if os.path.lexists(prefix + name)), None)
+    if not there:
+        return "expected gpt2, bytes, chars, a run or a Hugging Face folder with a tokenizer.json"
+    folder = repr(os.path.dirname(prefix) or ".")
+    return (f"make it of {there} with: python -c \"from transformers import AutoTokenizer as A;"
+            f" A.from_pretrained({folder}).save_pretrained({folder})\"")
+
+
+def byte_level_bpe(tokenizers, prefix):
+    """GPT-2's kind of tokenizer, of vocab.json and merges.txt."""
+    path = f"{prefix}vocab.json"
+    found = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(path, f"{prefix}merges.txt"))
+    words = found.get_vocab()
+    if any(word.endswith("</w>") for word in words):
+        raise UserError(f"{path}: its words end in </w>, expected GPT-2's kind, of bytes: no tokenizer.json;"
+                        f" {how_to_make(prefix)}")
+
+    settings = read_object(f"{prefix}tokenizer_config.json")
+    add_space = bool(settings.get("add_prefix_space"))
+    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=add_space)
+    found.decoder = tokenizers.decoders.ByteLevel()
+
+    named = [content_of(token) for key, token in settings.items() if key.endswith("_token")]
+    found.add_special_tokens([name for name in dict.fromkeys([EOT, *named]) if name in words])
+    added = read_object(f"{prefix}added_tokens.json")
+    found.add_tokens(sorted(added, key=added.get))
+    return found
+
+
+def content_of(token):
+    """The text of a special token in a folder's files, or None."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 def read_object(path):
@@ -173,7 +355,7 @@ def read_object(path):
     with open_input(path, "mend or remove it") as f:
         try:
             return dict(json.load(f))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise UserError(f"{path}: is not a JSON object ({error}): mend or remove it") from None
 
 
@@ -191,8 +373,9 @@ def open_vocabulary(name, characters=""):
             raise UserError(f"GPT-2's vocabulary could not be downloaded ({reason(error)}): set TIKTOKEN_CACHE_DIR to a"
                             " directory that holds it, or use another (prepro_text.py --vocabulary bytes)") from None
         return Gpt2([*map(encoding.decode_single_token_bytes, range(encoding.n_vocab))], encoding.eot_token)
-    paths = encodes, tokens = [os.path.join(name, file) for file in ("tokenizer.json", "tokenizer.bin")]
-    found = read_vocabulary(tokens) if [*map(os.path.exists, paths)] == [False, True] else Folder(encodes)
+    encodes, tokens = (os.path.join(name, file) for file in ("tokenizer.json", "tokenizer.bin"))
+    has_tokens_only = os.path.exists(tokens) and not os.path.exists(encodes)
+    found = read_vocabulary(tokens) if has_tokens_only else Folder(encodes)
     found.encode("")  # raises UserError for another model's tokens without its tokenizer.json
     found.check_file()
     return found
@@ -208,17 +391,18 @@ def reason(error):
 def read_vocabulary(path):
     """Return the Vocabulary of a tokenizer file, with the tokenizer.json beside it if its tokens need one."""
     found = Vocabulary(*vars(read_tokenizer(path)).values())
-    encodes = f"{os.fspath(path).removesuffix('tokenizer.bin')}tokenizer.json"
+    prefix = os.fspath(path).removesuffix("tokenizer.bin")
+    encodes = f"{prefix}tokenizer.json"
     letters = [token for id, token in enumerate(found.tokens) if id != found.eot]
     if all(len(letter.decode(errors="surrogateescape")) == 1 for letter in letters):
-        found = Letters(found.tokens, found.eot, path)
-    elif os.path.lexists(encodes):
+        return Letters(found.tokens, found.eot, path)
+    if found.is_gpt2 and not os.path.lexists(encodes):
+        return Gpt2(found.tokens, found.eot, path)
+    if has_files(prefix):
         folder = Folder(encodes, found.eot)
         if len(folder.tokens) != len(found.tokens):
             raise UserError(f"{encodes}: {len(folder.tokens)} tokens, but {path} has {len(found.tokens)}: remove one")
         return folder
-    elif found.is_gpt2:
-        found = Gpt2(found.tokens, found.eot, path)
     return found
 
 
@@ -227,32 +411,26 @@ def save_vocabulary(path, vocabulary, version=2):
     write_tokenizer(path, vocabulary.tokens, vocabulary.eot, version)
     prefix, files = os.fspath(path).removesuffix("tokenizer.bin"), {}
     if isinstance(vocabulary, Folder):
-        files = {"generation_config.json": json.dumps({"eos_token_id": vocabulary.ends}).encode()} | {
-            name: source.read_bytes() for name in FOLDER_FILES if (source := Path(vocabulary.prefix + name)).exists()}
-    for name in {*FOLDER_FILES} - {*files}:
-        Path(prefix + name).unlink(missing_ok=True)
+        files = {"tokenizer.json": vocabulary.backend.to_str().encode(),
+                 "generation_config.json": json.dumps({"eos_token_id": vocabulary.ends}).encode()}
+        sources = {name: Path(vocabulary.prefix + name) for name in FOLDER_FILES}
+        files |= {name: source.read_bytes() for name, source in sources.items() if source.exists()}
     for name, data in files.items():
         with replacing(prefix + name) as f:
             f.write(data)
+    for name in {*FOLDER_FILES} - {*files}:
+        Path(prefix + name).unlink(missing_ok=True)
 
 
 def load_vocabulary(model, V, path=None):
-    """The Vocabulary of a model with V tokens, fewer if the model is padded; None, with a warning, if there is none.
-    path: its file, else beside the model: export_weights.py's NAME_tokenizer.bin, a run's tokenizer.bin, a Hugging Face
-    folder's tokenizer.json or, if V is its size or that padded, gpt2_tokenizer.bin or bytes_tokenizer.bin."""
+    """The Vocabulary of a model of V rows; None, with a warning, if there is none. path: its file, else that beside the
+    model or, in a Hugging Face folder, its tokenizer.json."""
     directory = model if os.path.isdir(model) else os.path.dirname(model)
-    label = re.sub(r"^(gpt2|llama3|speedrun)_|(_bf16)?\.bin$", "", os.path.basename(model))
-    named, own, *shared = (os.path.join(directory, f"{of}tokenizer.bin") for of in (f"{label}_", "", "gpt2_", "bytes_"))
-    path = path or next(filter(os.path.lexists, (named, own)), None)
-    if not path and os.path.lexists(encodes := os.path.join(directory, "tokenizer.json")):
-        found = Folder(encodes)
-    else:
-        sizes = {path: len(read_tokenizer(path).tokens) for path in filter(os.path.lexists, shared)} if not path else {}
-        path = path or next((path for path, size in sizes.items() if V in (size, padded(size))), "")
-        if not path:
-            print(f"warning: {own}: no such file: tokens are printed as ids; pass --tokenizer FILE", file=sys.stderr)
-            return None
-        found = read_vocabulary(path)
-    if (count := len(found.tokens)) > V or count < V and V % 8:
-        raise UserError(f"{found.path}: {count} tokens, but the model has V={V}: pass --tokenizer FILE")
-    return found
+    path = path or find_tokenizer(model, V)
+    if path:
+        return read_vocabulary(path)
+    if has_files(prefix := os.path.join(directory, "")):
+        return Folder(f"{prefix}tokenizer.json")
+    own = os.path.join(directory, "tokenizer.bin")
+    print(f"warning: {own}: no such file: tokens are printed as ids; pass --tokenizer FILE", file=sys.stderr)
+    return None

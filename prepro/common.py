@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import multiprocessing
 import os
-import re
 import shlex
 import sys
 import threading
@@ -23,34 +22,11 @@ import numpy as np
 
 from llmc.dataloader import write_tokens
 from llmc.errors import Parser, UserError, import_package
-from llmc.files import chunks, make_directory, open_input, replacing
+from llmc.files import all_or_none, chunks, make_directory, open_input, replacing
 from llmc.threads import THREADS
 from llmc.vocabulary import reason, save_vocabulary
 
 TIMEOUT_SECONDS = 30  # of silence from the server
-HINT = "pass files of text, or folders with them"
-UTF16 = "UTF-16", "iconv -f utf-16 -t utf-8 makes it one"
-KINDS = {  # how files begin that are not UTF-8 text: what they are, and what makes text of them
-    b"\xff\xfe": UTF16, b"\xfe\xff": UTF16, b"\x1f\x8b": ("gzip", "gunzip unpacks it"),
-    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd unpacks it"), b"\xfd7zXZ": ("xz", "unxz unpacks it"),
-    b"BZh": ("bzip2", "bunzip2 unpacks it"), b"PAR1": ("Parquet", "prepro/fineweb.py --input reads it"),
-    b"PK\3\4": ("zip", "unzip unpacks it; save a .docx as text"),
-}  # fmt: skip
-
-
-class NotText(UserError):
-    """A file that is not UTF-8 text, but of some `kind`, as its first bytes say, and the piece that is not UTF-8."""
-
-    def __init__(self, path, where, piece):
-        with open_input(path, HINT) as f:
-            data = f.read(1 << 20) + piece
-        letters, old = data.decode(errors="replace"), "cp1252" if re.search(rb"[\x80-\x9f]", data) else "latin1"
-        wrong, foreign = letters.count("\ufffd"), sum(letter > "\x7f" for letter in letters)
-        self.kind, hint = next((kind for magic, kind in KINDS.items() if data.startswith(magic)), None) or (
-            ("binary", HINT) if re.search(rb"[\0-\6\x0e-\x19\x1c-\x1f]", data) else  # controls that no text has
-            ("damaged UTF-8", "iconv -c -f utf-8 -t utf-8 leaves out what is wrong") if foreign > 2 * wrong else
-            (old, f"iconv -f {old} -t utf-8 makes it one"))
-        super().__init__(f"{path}: not UTF-8 text ({where}); it looks like {self.kind}: {hint}")
 
 
 @contextlib.contextmanager
@@ -181,16 +157,18 @@ def save_tokens(val, train, vocabulary, args):
     save_files(dict(zip(output_paths(args.output), (val, train))), vocabulary, args)
 
 
-def save_files(files, vocabulary, args):
-    """Write token files, {path: list of integer arrays}, and the vocabulary; print their sizes."""
+def save_files(files, vocabulary, args, text_bytes=None):
+    """Write token files, {path: list of integer arrays}, and the vocabulary, all or none; print their sizes.
+    text_bytes: see write_tokens, {path: number}."""
     if args.format == "uint16" and len(vocabulary.tokens) > 1 << 16:
         args.format = "uint32"
     tokenizer = output_paths(args.output)[-1]
     make_directory(os.path.dirname(args.output))
     counts = {path: sum(map(len, pieces)) for path, pieces in files.items()}
-    for path, pieces in files.items():
-        write_tokens(path, pieces, counts[path], args.format)
-    save_vocabulary(tokenizer, vocabulary)
+    with all_or_none():
+        for path, pieces in files.items():
+            write_tokens(path, pieces, counts[path], args.format, (text_bytes or {}).get(path, 0))
+        save_vocabulary(tokenizer, vocabulary)
     for path, count in counts.items():
         print(f"Saved {count} tokens to {path}")
     print(f"Saved the vocabulary of {len(vocabulary.tokens)} tokens to {tokenizer}")

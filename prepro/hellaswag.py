@@ -4,9 +4,9 @@ HellaSwag -> tokens: 10,042 contexts with four endings each, for --hellaswag of 
     python prepro/hellaswag.py                # downloads 12 MB, prints:
         Saved 10042 examples to data/hellaswag_val.bin
 
-The validation set of https://github.com/rowanz/hellaswag in llm.c's layout: each ending is encoded with a leading
-space. --input FILE reads a hellaswag_val.jsonl that you already have, or any file in its format. --vocabulary takes a
-Hugging Face folder's tokens for GPT-2's.
+The validation set of https://github.com/rowanz/hellaswag in llm.c's layout: each ending after a
+space. --input FILE reads a hellaswag_val.jsonl that you already have, or any file in its format.
+--vocabulary takes a Hugging Face folder's tokens for GPT-2's.
 """
 
 import root  # noqa: F401  (first: it finds the project)
@@ -20,7 +20,7 @@ import numpy as np
 from llmc.errors import Parser, UserError, run_main
 from llmc.hellaswag import BEGIN, ENDINGS, NUMBERS, Example
 from llmc.files import EXAMPLES_MAGIC, HELLASWAG, make_directory, make_header, replacing
-from llmc.vocabulary import open_vocabulary
+from llmc.vocabulary import Folder, open_vocabulary
 from prepro.common import check_not_written_over, download, read_input
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -44,10 +44,18 @@ def parse_line(where, line, vocabulary):
 
 
 def make_example(context, endings, label, vocabulary):
-    """The Example of texts: the context after the token that begins a text, if there is one, endings after a space."""
-    context, *endings = (np.array(vocabulary.encode(text, begin), np.int32)
-                         for begin, text in ((True, context), *((False, f" {ending}") for ending in endings)))
-    return Example(context, endings, label)
+    """The Example of texts: the context after the token that begins a text, if there is one, endings after a space.
+    GPT-2's tokens are llm.c's, of each text alone. Another vocabulary may cut an ending otherwise within a text, so
+    both are encoded together, as EleutherAI's harness does: an ending's ids are those after the context's."""
+    if isinstance(vocabulary, Folder):
+        text = context.rstrip()
+        ids = vocabulary.encode(text)
+        spaces = context[len(text) :] + " "
+        ids_of_endings = [vocabulary.encode(text + spaces + ending)[len(ids) :] for ending in endings]
+    else:
+        ids = vocabulary.encode(context)
+        ids_of_endings = [vocabulary.encode(f" {ending}", begin=False) for ending in endings]
+    return Example(np.array(ids, np.int32), [np.array(ending, np.int32) for ending in ids_of_endings], label)
 
 
 def write_examples(path, examples, V):

@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config, items):
     if not config.getoption("--every-case") and not config.option.keyword:
         cases = collections.defaultdict(list)
         for item in filter(needs_gpu, items):
-            cases[item.nodeid.split("[")[0] if item.path.name != "test_gpt2.py" else item].append(item)
+            cases[item.nodeid.split("[")[0] if item.path.name != "test_parity.py" else item].append(item)
         needed = {item for group in cases.values() for item in group[:: -(-len(group) // CASES)]}
         leave_out({*filter(needs_gpu, items)} - needed)
     try:

@@ -26,7 +26,7 @@ from llmc.errors import UserError
 from llmc.gpu.fp8 import Fp8
 from llmc.gpu.geometry import KERNELS
 from llmc.settings import parse_settings
-from test_gpt2 import need, untied_llama
+from test_parity import need, untied_llama
 from train_gpt2 import GPT2
 from train_llama3 import Llama3
 
@@ -76,6 +76,13 @@ def test_a_sweep_s_runs_table_and_picture(workplace, run_here, monkeypatch):
                          (("-o", "s,t"), "one value"),
                          (("-x", 9, "--seed", "1,2", "-l", "1e-3,1e38"), "s/l=0.001_seed=1: a run with other flags")):
         assert_one_line_error(run_here(sweep, *SWEEP, *flags, check=False), words)
+    flags, table = ("-x", 10, "--seed", "1,2", "-l", "1e-3,1e38"), Path("s/l=0.001_seed=1/main.csv")
+    for data in (b"step,val_loss\n1,x\n", b"a\n1,2\n", b"\xff\n", b"step\n" + b"9" * 200000):
+        table.write_bytes(data)
+        words = table, "is damaged", "remove s/l=0.001_seed=1 to train"
+        run_here(sweep, *SWEEP, *flags, fails=words)
+    Path("s/l=0.001_seed=1/started.txt").write_bytes(b"\xff")
+    run_here(sweep, *SWEEP, *flags, fails=["s/l=0.001_seed=1: a run with other flags"])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""The prepro scripts, with a local server and hub: hashes, shards, faults of the network, the text and parquet."""
+"""The prepro scripts, with a local server and hub: hashes, shards, faults of the network, the text, Parquet."""
 
 import asyncio
+import errno
 import functools
 import hashlib
 import json
@@ -13,6 +14,7 @@ import sys
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import huggingface_hub.file_download as download
 import numpy as np
@@ -23,13 +25,13 @@ import prepro_tinyshakespeare
 from conftest import ROOT, Server, assert_one_line_error, hub_pages, run_program
 from llmc.dataloader import open_tokens, write_tokens
 from llmc.errors import UserError
-from llmc.files import locked
 from llmc.tokenizer import read_tokenizer
 from llmc.vocabulary import EOT, open_vocabulary
 from prepro import common, fineweb, pystdlib, tinystories
-from prepro.fineweb import READY_MADE
+from prepro.fineweb import REPOSITORIES
 
 TEXT = b"Some words.\n" * 1000
+RUSSIAN = "Паром уходит в полдень, и чайки летят за ним.\n"
 
 
 @pytest.mark.parametrize("format, val, train", (
@@ -111,8 +113,9 @@ def test_a_folder_of_text(tmp_path, vocabulary_here, prepare, vocabulary, V):
         "b/package.json": b'{\n  "name": "x"\n}\n', "b/lines.json": b'\n{"text": "one"}\n\n{"text": "two"}\n',
         "b/one.json": b'{"name": "y"}', "empty.txt": b"", "b/all.json": b'[{"text": "all"}]',
         "z.jsonl": b'{"text": "three\\r\\n", "id": 3}\r\n{"id": 4, "text": ""}\n{"text": "\\ud83d\\ude00 \\ud83d"}',
-        "b/picture.png": b"\x89PNG\0\xff\xfe", "old.txt": b"caf\xe9", "windows.txt": "old\n".encode("utf-16"),
-        "b/numbers.bin": np.arange(9).tobytes(), ".hidden.txt": b"secret", ".git/config": b"secret"}
+        "b/picture.png": b"\x89PNG\0\xff\xfe", "old.txt": RUSSIAN.encode("koi8-r"),
+        "windows.txt": "old\n".encode("utf-16"), "b/numbers.bin": np.arange(9).tobytes(),
+        ".hidden.txt": b"secret", ".git/config": b"secret"}
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
@@ -126,7 +129,7 @@ def test_a_folder_of_text(tmp_path, vocabulary_here, prepare, vocabulary, V):
     assert len(tokenizer.tokens) == V or tokenizer.tokens[:-1] == characters
     assert printed.startswith("14 documents in 13 files; skipped 2 hidden names, 3 binary files, such as ")
     again = prepare("folder/*.md", "folder", "folder/a.md", "--vocabulary", vocabulary, "--format", "uint16",
-                    warns="1 latin1 file left out")
+                    warns="1 KOI8-R file left out")
     assert again[0] == tokens, "a file is read once"
 
 
@@ -202,7 +205,9 @@ def test_shards_are_the_same_tokens(here, run_here):
     ("empty.txt", b"", "empty.txt.*no text in 1 file", ""), ("w", b"\xff\xfeH\0", "iconv -f utf-16", ""),
     ("latin.txt", b"x" * 2500 + b"caf\xe9 ", "latin.txt.*not UTF-8.*byte 2503", ""),
     ("x.gz", b"\x1f\x8b", "gunzip", ""), ("short.txt", b"a", "2 tokens of text.*--val_fraction", ""),
-    ("c.json", b'[{"text": "c"},', "not JSON", ""),
+    ("c.json", b'[{"text": "c"},', "not JSON.*--field ''", ""),
+    ("c", b'{"story": "c"}\n{"story": "d"}\n', "c:1.*text in story.*--field NAME.*--field ''", ""),
+    ("c.txt", b'{"text": "c"}\n{"text": "d"}\n{"text": 1}\n', "c.txt:3.*text in no field", ""),
     ("a.jsonl", b'{"text": "a"}\n{"story": "b"}\n', "a.jsonl:2.*'text'.*found text in story.*--field NAME", ""),
     ("c.jsonl", b'{"text": "a"}\nnot JSON\n', "c.jsonl:2.*found 'not JSON': mend or", ""),
     ("d.jsonl", b'{"text": "a"}\n', "d.jsonl:1.*'story'", "--field story"),
@@ -216,6 +221,103 @@ def test_text_that_is_refused(here, vocabulary_here, run_here, monkeypatch, name
     flags = flags.split()
     run_here(prepro_text, "--output", "out/x", *([] if "." in flags else [name]), *flags, fails=words.split(".*"))
     assert not list(here.glob("out/*")) and (here / name).read_bytes() == data
+
+
+@pytest.mark.parametrize("lines", (0, 300000))
+@pytest.mark.parametrize("end", ("\n", " "))
+def test_the_encoding_of_a_long_text(here, run_here, lines, end):
+    """Of more than what is looked at, which may end within a letter."""
+    text = f"渡轮中午离开，海鸥跟着它。我们数船，有四十艘。{end}".encode("gbk")
+    Path("x.txt").write_bytes(b"text\n" * lines + text * 40000)
+    run_here(prepro_text, "x.txt", fails=(f"byte {5 * lines}", "it looks like GBK: iconv"))
+
+
+@pytest.mark.parametrize("text, words", (
+    ("café\n", "save it as UTF-8: an editor"),
+    ("Português: São Paulo, coração, não há informação.\n", "it may be Windows-1252 or")))
+def test_an_encoding_that_cannot_be_told(here, run_here, text, words):
+    """No hint is better than a wrong one; where several make plausible letters, it has them."""
+    Path("x.txt").write_bytes(text.encode("cp1252"))
+    run_here(prepro_text, "x.txt", fails=("x.txt: not UTF-8 text", words))
+
+
+@pytest.mark.parametrize("encoding, kind, text", (
+    ("gbk", "GBK", "渡轮中午离开，海鸥跟着它。我们数船，有四十艘。\n"),
+    ("big5", "Big5", "渡輪中午離開，海鷗跟著牠。\n"),
+    ("shift_jis", "Shift-JIS", "渡し船は正午に出て、かもめがついて行く。\n"),
+    ("euc_jp", "EUC-JP", "私たちは港で船を数えた。カモメは四十羽いた。\n"),
+    ("euc_kr", "EUC-KR", "배는 정오에 떠나고 갈매기가 따라간다.\n"),
+    ("koi8-r", "KOI8-R", RUSSIAN), ("cp1251", "Windows-1251", RUSSIAN), ("cp866", "CP866", RUSSIAN),
+    ("cp1252", "Windows-1252", "Die Fähre fährt mittags ab, Möwen folgen ihr über den See.\n"),
+    ("cp1253", "Windows-1253", "Το πλοίο φεύγει το μεσημέρι και οι γλάροι το ακολουθούν.\n"),
+    *((encoding, encoding[:6].upper(), text) for text in (RUSSIAN, "Hello world, this is text.\n")
+      for encoding in ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be", "utf-16", "utf-32"))))
+@pytest.mark.parametrize("package", (True, False))
+def test_other_encodings(here, run_here, monkeypatch, encoding, kind, text, package):
+    """The command of the hint makes the text; without charset-normalizer, Unicode's alone do."""
+    if not package:
+        monkeypatch.setitem(sys.modules, "charset_normalizer", None)
+    (here / "x.txt").write_bytes((60 * text).encode(encoding))
+    told = package or kind.startswith("UTF")
+    says = kind, "iconv -f" if told else "save it as UTF-8"
+    done = run_here(prepro_text, "x.txt", "--vocabulary", "chars", check=False)
+    assert_one_line_error(done, "x.txt: not UTF-8 text", *says[not told:])
+    if told:
+        assert f"looks like {kind}" in done.stderr and " or " not in done.stderr
+        name = re.search("iconv -f ([^ ]+) ", done.stderr)[1]
+        assert (here / "x.txt").read_bytes().decode(name) == 60 * text
+    assert [*here.iterdir()] == [here / "x.txt"]
+
+
+def test_json_is_found_by_what_is_in_a_file(here, prepare):
+    """Not by its name; text that only begins so is text, and with --field '' all is."""
+    flags = ("--vocabulary", "bytes", "--val_fraction", 0.5)
+    lines, array = '{"text": "one"}\n\n{"text": "two"}\n', ' [\n{"text": "one"},\n{"text": "two"}]'
+    for name, data in (
+            ("a.txt", lines), ("b", lines), ("c.json", lines), ("d.jsonl", lines), ("e.txt", array),
+            ("f", array), ("g.jsonl", array), ("h.log", lines + "\n"), ("i", "\ufeff" + lines)):
+        Path(name).write_text(data)
+        tokens, tokenizer, printed = prepare(name, *flags)
+        assert printed.startswith("2 documents in 1 file")
+        assert sorted(text_of(tokens, tokenizer).split(EOT)) == ["", "one", "two"]
+        tokens, tokenizer, printed = prepare(name, *flags, "--field", "")
+        assert printed.startswith("1 document in 1 file") and "{" in text_of(tokens, tokenizer)
+    texts = ('{"text": "x"} is an object,\nas here.\n', '{\n  "text": "x"\n}\n', "{ and {\n{}\n",
+             "[a link](x)\n", '{"text": "x"}\nand\nmore\n', "[1, 2]\n", "{'text': 'x'}\n",
+             '["text"]\n', "{" * 9999)
+    (here / "folder").mkdir()
+    for i, data in enumerate((*texts, '{"name": "x"}\n{"name": "y"}\n', '[{"name": "x"}]')):
+        Path(f"folder/{i}.txt").write_text(data)
+        if data in texts:
+            tokens, tokenizer, printed = prepare(f"folder/{i}.txt", *flags)
+            assert text_of(tokens, tokenizer) == f"{EOT}{data}"
+    assert prepare("folder", *flags)[2].startswith("11 documents in 11 files\n")
+
+
+@pytest.mark.parametrize("vocabulary", ("gpt2", "bytes", "chars", "bpe:600"))
+def test_end_of_text_within_a_text(here, vocabulary_here, prepare, vocabulary):
+    """is the token, in every vocabulary, and adds no letters to one of characters."""
+    Path("x.txt").write_text(f"one{EOT}two {EOT}\n" * 40)
+    tokens, tokenizer, _ = prepare("x.txt", "--vocabulary", vocabulary)
+    found = text_of(tokens, tokenizer)  # in another order: documents to validate are drawn
+    assert tokens.count(tokenizer.eot) == found.count(EOT) == 121 - 40
+    assert sorted(found.split(EOT)) == sorted(["", "one", *["\none"] * 39, *["two "] * 40, "\n"])
+    assert not [token for token in tokenizer.tokens if b"endof" in token and token != EOT.encode()]
+    assert vocabulary != "chars" or len(tokenizer.tokens) == len(set("one two\n")) + 1
+
+
+@pytest.mark.parametrize("call", range(3))
+def test_a_full_disk_leaves_all_files_of_before(here, run_here, at_call, call):
+    """Tokens for validation and for training, and the vocabulary."""
+    Path("x.txt").write_text("abc\n" * 100)
+    run_here(prepro_text, "x.txt", "--vocabulary", "bytes", "--output", "x")
+    before = {path.name: path.read_bytes() for path in here.iterdir()}
+    at_call(os, "fsync", call, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    Path("y.txt").write_text("abd\n" * 900)
+    run_here(prepro_text, "y.txt", "--vocabulary", "chars", "--output", "x",
+             fails=("x_", "No space left on device"))
+    Path("y.txt").unlink()
+    assert {path.name: path.read_bytes() for path in here.iterdir()} == before
 
 
 def test_numpy_alone_is_enough_for_own_text(tmp_path):
@@ -295,8 +397,6 @@ def test_a_killed_worker_is_noticed():
 # FineWeb
 
 NAMES = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 60))]
-TEXTS = [f"Document {i}. " + "To be, or not to be: that is the question. " * (i * 7919 % 50) for i in range(900)]
-TEXTS[5], TEXTS[300] = "", "<|endoftext|> é 日本 \U0001f600"
 
 
 def files_seen(server):
@@ -333,8 +433,8 @@ def fetch(here, vocabulary_here, monkeypatch, run_here, use_hub):
 
 @pytest.mark.parametrize("flags, repository, theirs, directory, ours", (
     ([], "kjj0/fineweb10B-gpt2", "fineweb", "data/fineweb10B", "fineweb"),
-    (["--size", "100B", "--edu"], READY_MADE[True, "100B"], "finewebedu", "data/edu_fineweb100B", "edu_fineweb"),
-    (["--size", "100B", "--output", "here"], READY_MADE[False, "100B"], "fineweb", "here", "fineweb")))
+    (["--size", "100B", "--edu"], REPOSITORIES[True, "100B"], "finewebedu", "data/edu_fineweb100B", "edu_fineweb"),
+    (["--size", "100B", "--output", "here"], REPOSITORIES[False, "100B"], "fineweb", "here", "fineweb")))
 def test_ready_made_shards(tmp_path, fetch, flags, repository, theirs, directory, ours):
     """With llm.c's names: one to validate and the first N others; more later; what is there and whole is kept."""
     files, folder = make_shards(theirs, [3000, 5000, 4000, 70], tmp_path), tmp_path / directory
@@ -374,92 +474,26 @@ def test_what_is_not_what_the_hub_says_is_refused(tmp_path, fetch):
     for hub, words in ((Hub(files, {NAMES[0]: "0" * 64}), (NAMES[0], "SHA-256", "expected 0000")),
             (Hub({**files, NAMES[0]: files[NAMES[0]][:-2]}), (NAMES[0], "cut short")),
             (Hub({**files, NAMES[0]: np.int32(50257).tobytes()}), (NAMES[0], "token id 50257")),
-            (Hub({"fineweb_000000.npy": b"another kind"}), ("holds no shards", "--parquet")),
+            (Hub({"fineweb_000000.npy": b"another kind"}), ("holds no shards",)),
             (Hub(files, repository="somebody/else"), ("kjj0/fineweb10B-gpt2: cannot be listed", "404"))):
         with hub as server:
             fetch(server, fails=words)
     assert not list((tmp_path / "data" / "fineweb10B").glob("*_0*"))
 
 
-def write_parquet(path, **columns):
-    pyarrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table(columns), path, row_group_size=128)
-
-
-@pytest.fixture
-def expected(here, vocabulary_here):
-    """The tokens of TEXTS, which the current directory has in three files."""
-    for i in range(3):
-        write_parquet(f"{i}.parquet", id=range(300), text=TEXTS[300 * i : 300 * (i + 1)])
-    encoding = open_vocabulary("gpt2").encoding
-    return [id for text in TEXTS for id in (50256, *encoding.encode_ordinary(text))]
-
-
-def shards_of(directory, name="fineweb"):
-    paths = sorted(directory.glob(f"{name}_*_0*.bin"), key=lambda path: path.name[-10:])
-    assert [path.name for path in paths] == [entry.replace("fineweb", name) for entry in NAMES[: len(paths)]]
-    return [open_tokens(path, 50257).tolist() for path in paths]
-
-
-@pytest.fixture
-def tokenize(expected, run_here):
-    """tokenize(flag, ...): of all three files, in this process."""
-    return functools.partial(run_here, fineweb, "--input", "*.parquet", "--output", "out", "--processes", 1,
-                             "--shard_tokens", 50000)
-
-
-def test_it_goes_on_after_an_interruption(tmp_path, tokenize, expected, monkeypatch):
-    """At each shard in turn: whole shards are neither made again nor lost, and their text is not read again."""
-    tokenized, real, size = [], fineweb.tokenize, 60001
-    monkeypatch.setattr(fineweb, "DOCUMENTS", 16)
-    monkeypatch.setattr(fineweb, "tokenize", lambda job: tokenized.append(len(job[2])) or real(job))
-    out = tmp_path / "out"
-    for shards in range(1, 30):
-        before = {path.name: path.stat().st_mtime_ns for path in out.glob("*_0*")}
-        done = tokenize("--shards", shards, "--shard_tokens", size, "--edu")
-        assert all(before[name] == (out / name).stat().st_mtime_ns for name in before)
-        if "Saved" not in done.stdout:
-            break
-        assert done.stdout.startswith(f"3 parquet files of 0.0 GB, {len(before)} shards done, about 0.0 GB to write; ")
-    *whole, last = shards_of(out, "edu_fineweb")
-    assert sum(whole, []) + last == expected and {len(shard) for shard in whole} == {size} and 0 < len(last) <= size
-    assert 4 < shards < 29 and sum(tokenized) < 900 + 2 * shards * 16
-    (out / f"edu_{NAMES[2]}").write_bytes(b"cut short")
-    tokenize("--shard_tokens", size, "--edu")
-    assert shards_of(out, "edu_fineweb") == [*whole, last]
-
-
-def test_parquet_from_the_hub(tmp_path, expected, fetch):
-    """A file at a time, each removed once its text is in shards, by two processes; again where the server failed."""
-    files = {f"sample/10BT/{i:03}.parquet": (tmp_path / f"{i}.parquet").read_bytes() for i in range(3)}
-    flags, out = ("--parquet", "--shard_tokens", 50000, "--processes", 2), tmp_path / "data" / "fineweb10B"
-    with Hub(files, repository="HuggingFaceFW/fineweb") as server:
-        fetch(server, *flags, "--shards", 1)
-        assert [name for name, _ in files_seen(server)] == ["sample/10BT/000.parquet", "sample/10BT/001.parquet"]
-        server.cuts = 10**6
-        fetch(server, *flags, fails=(".parquet", "the download failed", "the same command"))
-        server.cuts = 0
-        assert "3 parquet files of 0.0 GB, 2 shards done" in fetch(server, *flags).stdout
-    assert sum(shards_of(out), []) == expected and not (out / ".download").exists()
-
-
-def test_parquet_that_is_refused(tokenize, tmp_path, run_here, monkeypatch):
-    tokenize("--shards", 1)
-    good = (tmp_path / "1.parquet").read_bytes()
-    (tmp_path / "cut.parquet").write_bytes(good[:9999])
-    write_parquet("title.parquet", title=["a"], id=[1])
-    write_parquet("short.parquet", text=[""] * 40)
-    for flags, words in (("--shards 0", "--shards 0"), ("--shard_tokens 5", "--shard_tokens 5.*--parquet"),
-            ("--input none*.parquet", "none*.parquet.*no file"),
-            ("--input 0.parquet --output out", "out/parquet.json.*--shard_tokens.*another --output"),
-            ("--output out", "out: its shards are made from parquet.*another --output"),
-            ("--input cut.parquet --output o", "cut.parquet.*not a parquet file"),
-            ("--input title.parquet --output o", "title.parquet.*columns title, id.*'text'"),
-            ("--input short.parquet --output o --shard_tokens 40", "40 tokens.*more than the 40 .*--shard_tokens")):
-        run_here(fineweb, "--processes", 1, *flags.split(), fails=words.split(".*"))
-    (tmp_path / "out" / "parquet.json").unlink()
-    tokenize("--input", "0.parquet", fails=(NAMES[0], "not made from parquet", "another --output"))
-    with locked("out"):
-        tokenize("--input", "0.parquet", fails=("another run writes there", "another --output"))
-    monkeypatch.setattr(fineweb, "parquet", None)
-    tokenize("--input", "0.parquet", fails=("pyarrow", "pip install pyarrow"))
+def test_parquet(here, run_here, monkeypatch):
+    """A row is a document, of the column that --field names; in a folder, too."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = ["One. ", "", None, "Two\r\nlines. ", "Three. "]
+    (here / "texts").mkdir()
+    parquet.write_table(pyarrow.table({"id": range(5), "page": texts}), "texts/some.data", row_group_size=2)
+    command = prepro_text, "--vocabulary", "bytes", "--output", "x", "--val_fraction", 0.3
+    done = run_here(*command, "texts", "--field", "page")
+    assert done.stdout.startswith("3 documents in 1 file\n")
+    tokens = np.concatenate([open_tokens(f"x_{split}.bin", 257) for split in ("train", "val")])
+    documents = np.split(tokens, np.flatnonzero(tokens == 256))[1:]
+    assert sorted(bytes(ids[1:].tolist()) for ids in documents) == [b"One. ", b"Three. ", b"Two\nlines. "]
+    run_here(*command, "texts/some.data", fails=("some.data: has columns id, page", "'text'", "--field NAME"))
+    run_here(*command, "texts/some.data", "--field", "id", fails=("some.data: row 1: expected",))
+    Path("cut.parquet").write_bytes(Path("texts/some.data").read_bytes()[:-9])
+    run_here(*command, "cut.parquet", fails=("cut.parquet: not a Parquet file",))

@@ -170,14 +170,17 @@ def test_transformers_has_the_same_numbers(hf, results, T, stride):
 
 
 def test_transformers_finds_the_same_endings(hf, examples, results):
+    """By the mean loss of an ending's tokens, acc_norm, and by their sum, acc."""
     right = []
     for context, endings, label in examples:
-        means = [hf_losses(hf, (row := np.concatenate((context, ending)))[:-1], row[1:])[-len(ending) :].mean()
-                 for ending in endings]
-        right.append(int(np.argmin(means) == label))
+        rows = [np.concatenate((context, ending)) for ending in endings]
+        losses = [hf_losses(hf, row[:-1], row[1:])[-len(ending) :] for row, ending in zip(rows, endings)]
+        right.append([int(np.argmin([of(loss) for loss in losses]) == label) for of in (np.mean, np.sum)])
     for count in range(5, 61, 5):
-        found, correct = results("gpt2_124M.bin", "--hellaswag", HELLASWAG, "--examples", count), sum(right[:count])
-        assert found["hellaswag"] == {"acc_norm": correct / count, "correct": correct, "examples": count}
+        found = results("gpt2_124M.bin", "--hellaswag", HELLASWAG, "--examples", count)["hellaswag"]
+        normed, plain = map(sum, zip(*right[:count]))
+        assert found == {"acc_norm": normed / count, "acc": plain / count, "correct": normed, "examples": count}
+    assert normed != plain
 
 
 def test_the_table(examples, results, run_here):
@@ -190,7 +193,8 @@ def test_the_table(examples, results, run_here):
         "perplexity": f"{found['perplexity']:.4f} = exp({np.log(found['perplexity']):.4f}), of windows"
                       f" {found['stride']} tokens apart",
         "bits per byte": f"{found['bits_per_byte']:.4f}, of windows {found['stride']} tokens apart",
-        "HellaSwag acc_norm": f"{found['hellaswag']['correct'] / 60:.4f} ({found['hellaswag']['correct']} of 60)"}
+        "HellaSwag acc_norm": f"{found['hellaswag']['correct'] / 60:.4f} ({found['hellaswag']['correct']} of 60)",
+        "HellaSwag acc": f"{found['hellaswag']['acc']:.4f}"}
 
 
 def test_random_weights_are_for_sequences_of_the_run(examples, results, run_here):

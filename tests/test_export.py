@@ -1,14 +1,11 @@
-"""export_weights.py: weights to and from Hugging Face, checked by `transformers`; its files, flags and faults. The
-vocabularies of Hugging Face folders: ids and text are those of the package `tokenizers`, also for long texts."""
+"""export_weights.py: weights to and from Hugging Face, checked by `transformers`; its files, flags and faults."""
 
-import dataclasses
 import functools
 import hashlib
 import json
 import os
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,13 +13,8 @@ import safetensors.torch
 import torch
 
 import export_weights as e
-import generate
-import prepro_text
-import train_gpt2
 from conftest import SMALL, Server, hub_pages, random_params
-from llmc.api import load
 from llmc.checkpoint import padded, read_model, write_model
-from llmc.dataloader import open_tokens
 from llmc.errors import UserError
 from llmc.resume import checkpoint_paths
 from llmc.tensors import bf16_bits, bf16_to_float32, flat
@@ -30,9 +22,9 @@ from llmc.tokenizer import read_tokenizer, write_tokenizer
 from llmc.debugstate import read_debug_state
 from reference import ADAMW
 from train_gpt2 import Config, GPT2, random_model
-from llmc.vocabulary import EOT, Folder, load_vocabulary, open_vocabulary, save_vocabulary
+from llmc.vocabulary import EOT, open_vocabulary, save_vocabulary
 
-transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
 
 
 def hf_model(V=50):
@@ -47,6 +39,17 @@ def hf_folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def hf_llama(tmp_path_factory):
+    """With a head of its own."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=50, max_position_embeddings=40, hidden_size=48, intermediate_size=40,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2))
+    model.save_pretrained(folder := tmp_path_factory.mktemp("llama"))
+    return folder
+
+
 def test_import_of_shards(tmp_path, hf_folder):
     hf_model().save_pretrained(tmp_path, max_shard_size="50KB")
     one, many = (e.read_hf_folder(folder)[1:] for folder in (hf_folder, tmp_path))
@@ -54,6 +57,31 @@ def test_import_of_shards(tmp_path, hf_folder):
     first, _, *_ = sorted(tmp_path.glob("model-*"))
     first.unlink()
     pytest.raises(UserError, e.read_hf_folder, tmp_path).match(f"{first.name}: no such file")
+
+
+@pytest.mark.parametrize("prefix", ("", "module.", "_orig_mod.", "language_model."))
+@pytest.mark.parametrize("base", (True, False))
+@pytest.mark.parametrize("kind", ("gpt2", "llama"))
+def test_tensors_with_another_prefix(tmp_path, hf_folder, hf_llama, kind, base, prefix):
+    """base: whether the model keeps the name that it has within the one with a head."""
+    folder, inner = {"gpt2": (hf_folder, "transformer."), "llama": (hf_llama, "model.")}[kind]
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    weights = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load_file(weights)
+    safetensors.torch.save_file({prefix + (name if base else name.removeprefix(inner)): tensor
+                                 for name, tensor in tensors.items()}, weights)
+    want, found = (e.read_hf_folder(path)[1:] for path in (folder, tmp_path))
+    assert found[0] == want[0] and np.array_equal(flat(found[1]), flat(want[1]))
+
+
+@pytest.mark.parametrize("name", ("/dev/zero", "../model.safetensors", "a/../../b", "zero"))
+def test_an_index_that_leads_elsewhere(tmp_path, hf_folder, name):
+    """A link to a device, too."""
+    shutil.copy(hf_folder / "config.json", tmp_path)
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    index = json.dumps({"weight_map": {"wte.weight": name}})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    pytest.raises(UserError, e.read_hf_folder, tmp_path).match(f"names '{name}'|zero: is no file")
 
 
 def test_the_newest_model_of_a_run_and_its_end_of_text(tmp_path, run_here):
@@ -106,10 +134,6 @@ def test_export_with_a_tokenizer(tmp_path, run_here, vocabulary_here, vocabulary
     if vocabulary != "gpt2":
         run_here(e, "--to_hf", model, tmp_path / "without")
         assert sorted(os.listdir(tmp_path / "without")) == ["config.json", "model.safetensors", "tokenizer.bin"]
-    write_tokenizer(tmp_path / "tokenizer.bin", tokens[1:], encoding.eot - 1)
-    run_here(e, "--to_hf", model, tmp_path / "bad",
-             fails=[f"tokenizer.bin: {config.V - 1} tokens, but the model has V={config.V}"])
-    assert not (tmp_path / "bad").exists()
     (tmp_path / "tokenizer.bin").unlink()  # V does not say which it is
     assert "tokenizer.bin: no such file" in run_here(e, "--to_hf", model, tmp_path / "none").stderr
     assert sorted(os.listdir(tmp_path / "none")) == ["config.json", "model.safetensors"]
@@ -207,6 +231,12 @@ def test_faults(tmp_path, export, flags, words):
     ("wpe.weight has shape .* expected .* from config.json", {"n_positions": 41}),
     ("tensor ln_f.scale and 1 more would", {"transformer.ln_f.scale": torch.zeros(1), "score": torch.ones(1)}),
     ("config.json: not the configuration", lambda folder: (folder / "config.json").write_text("[" * 9999)),
+    *(("n_layer is .*from 1 to 2.31 - 1", {"n_layer": value})
+      for value in (0, -1, 1 << 80, 10**400, 2.5, 1e300, "2")),
+    ("n_layer is 'x.{0,60}, expected", {"n_layer": "x" * 5000}),
+    ("describes a model of", {"n_layer": 10**9}), ("not the configuration", {"n_layer": np.inf}),
+    ("not the configuration",
+     lambda folder: (folder / "config.json").write_text(f'{{"n_layer": 1{"0" * 9999}}}')),
     ("lm_head.weight differs", {"lm_head.weight": torch.zeros(50, 48)}),
     ("NaN", {"transformer.ln_f.bias": torch.full((48,), torch.nan)})))
 def test_hugging_face_folder_faults(tmp_path, hf_folder, words, damage):
@@ -222,105 +252,3 @@ def test_hugging_face_folder_faults(tmp_path, hf_folder, words, damage):
         config.write_text(json.dumps({**json.loads(config.read_text()), **damage}))
     error = pytest.raises(UserError, e.read_hf_folder, tmp_path)
     assert error.match(words) and "\n" not in str(error.value)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# vocabularies of Hugging Face folders
-
-TEXT = "the ferry leaves at noon; forty boats, größer 🙂\n" * 40
-
-
-def byte_level(size=290, special=("<|bos|>", "<|eos|>")):
-    made, letters = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel
-    made.pre_tokenizer, made.decoder = letters(add_prefix_space=False), tokenizers.decoders.ByteLevel()
-    made.train_from_iterator([TEXT], tokenizers.trainers.BpeTrainer(
-        vocab_size=size, special_tokens=[*special], initial_alphabet=letters.alphabet(), show_progress=False))
-    return made
-
-
-def sentence_piece():
-    """As Llama 2's: a space is part of the word after it, and one is put before the text."""
-    words = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
-    words.pre_tokenizer, special = tokenizers.pre_tokenizers.Metaspace(), ["<unk>", "<s>", "</s>"]
-    words.train_from_iterator([TEXT], tokenizers.trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special + [f"<0x{byte:02X}>" for byte in range(256)], show_progress=False))
-    made, N, D = json.loads(words.to_str()), tokenizers.normalizers, tokenizers.decoders
-    made["model"]["byte_fallback"], made["pre_tokenizer"], made["added_tokens"] = True, None, []
-    made = tokenizers.Tokenizer.from_str(json.dumps(made))
-    made.normalizer = N.Sequence([N.Prepend("▁"), N.Replace(" ", "▁")])
-    made.decoder = D.Sequence([D.Replace("▁", " "), D.ByteFallback(), D.Fuse(), D.Strip(" ", 1, 0)])
-    made.add_special_tokens(special)
-    return made
-
-
-@pytest.fixture
-def folder(here):
-    """folder(tokenizer, {file: object}, rows) writes the folder `hf`, also as model.bin of so many rows."""
-    def write(tokenizer, files=None, rows=0):
-        (here / "hf").mkdir(exist_ok=True)
-        tokenizer.save("hf/tokenizer.json")
-        for name, found in (files or {"tokenizer_config.json": {"eos_token": "<|eos|>"}}).items():
-            (here / "hf" / name).write_text(found if isinstance(found, str) else json.dumps(found))
-        if rows:
-            config = dataclasses.replace(SMALL, V=rows, Vp=rows)
-            write_model("model.bin", config, random_params(config))
-            save_vocabulary("tokenizer.bin", open_vocabulary("hf"))
-        return "hf"
-
-    return write
-
-
-def test_added_tokens_stand_for_themselves(folder, run_here):
-    """One that is longer than a tokenizer file holds is refused before a file is written."""
-    made, text = byte_level(), "a    b naïve café <tool>"
-    made.add_tokens([tokenizers.AddedToken(word, normalized=False) for word in ("    ", "naïve café", "<tool>")])
-    found = open_vocabulary(folder(made))
-    assert found.encode(text) == made.encode(text).ids and found.decode(found.encode(text)) == text
-    assert found.eot == 1 and found.tokens[-3:] == [b"    ", "naïve café".encode(), b"<tool>"]
-    made.add_tokens(["=" * 300])
-    Path("x.txt").write_text(TEXT)
-    run_here(prepro_text, "x.txt", "--vocabulary", folder(made), "--output", "x", fails=("token 293 has 300 bytes",))
-    save_vocabulary("hf/tokenizer.bin", open_vocabulary("bytes"))  # the other's files go
-    assert sorted(os.listdir()) == ["hf", "x.txt"] and os.listdir("hf") == ["tokenizer.bin"]
-
-
-@pytest.mark.parametrize("make", (byte_level, sentence_piece))
-def test_a_long_text_has_the_ids_of_the_whole(folder, run_here, monkeypatch, make):
-    """A document of it, too, which prepro_text.py does not cut."""
-    made, text = make(), (TEXT * 20).replace("noon", "noon" * 50) + "x" * 30 + 9 * "🙂"
-    monkeypatch.setattr(Folder, "WINDOW", 500)
-    monkeypatch.setattr(Folder, "MARGIN", 80)
-    found = open_vocabulary(folder(made, {"config.json": {"eos_token_id": [1, 2, 99999]}}))
-    assert found.encode(text, begin=False) == made.encode(text).ids and found.stops == {1, 2}
-    assert found.decode(found.encode(text)) == made.decode(made.encode(text).ids) == text
-    same = "y" * 3000  # windows that agree nowhere
-    assert found.encode(same, begin=False) == made.encode(same).ids
-    Path("x.txt").write_text(text)
-    monkeypatch.setattr(prepro_text, "PIECE", 1000)
-    run_here(prepro_text, "x.txt", "--vocabulary", "hf", "--output", "x", "--processes", 1)
-    ids = np.concatenate([open_tokens(f"x_{split}.bin", 500) for split in ("train", "val")]).tolist()
-    assert ids == [1, *made.encode(text).ids]
-
-
-def test_a_padded_model(folder, run_here):
-    """Rows without a token are padding: they are never drawn, and training leaves them 0."""
-    folder(byte_level(), rows=384)
-    for text in (run_here(generate, "model.bin", "--prompt", "the", "--tokens", 300).stdout,
-                 load("model.bin").generate("the", tokens=300)):
-        assert text.startswith("the") and len(text) > 300
-    Path("x.txt").write_text(TEXT)
-    run_here(prepro_text, "x.txt", "--vocabulary", "hf", "--output", "x")
-    run_here(train_gpt2, "-e", "model.bin", "-i", "x", "-x", 2, "-t", 16, "-o", "run", "-c", 0.1)
-    config, params = read_model("run/model_00000002.bin", GPT2)
-    assert (config.V, config.Vp) == (290, 384) and not params.wte[290:].any() and params.wte[289].any()
-    run_here(e, "--to_hf", "model.bin", "again")
-    assert json.loads(Path("again/config.json").read_text())["vocab_size"] == 290
-    folder(byte_level(), rows=302)
-    pytest.raises(UserError, load_vocabulary, "model.bin", 302).match("290 tokens, but the model has V=302")
-
-
-@pytest.mark.parametrize("files, words", (
-    ({"config.json": "[1]"}, "config.json: is not a JSON object"), ({"config.json": "{}"}, "which token ends"),
-    ({"config.json": {"eos_token_id": [[1]]}}, "expected a token's id")))
-def test_files_that_are_refused(folder, files, words):
-    pytest.raises(UserError, open_vocabulary, folder(byte_level(), files)).match(words)

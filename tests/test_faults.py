@@ -1,6 +1,8 @@
 """What bad input gets: one line that names the file or flag, exit status 1, nothing half-written and nothing lost."""
 
+import dataclasses
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,18 +14,21 @@ import numpy as np
 import pytest
 
 import llmc.checkpoint
+import llmc.files
 import train_gpt2
-from conftest import ROOT, SMALL, assert_one_line_error, make_state, optimizer_of, random_params
+from conftest import (ROOT, SMALL, SMALL_LLAMA, assert_one_line_error, make_state, optimizer_of,
+                      random_params)
 from llmc.checkpoint import owned_by_one, Progress, read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.files import MODEL_MAGIC, OPTIMIZER_MAGIC
-from llmc.resume import checkpoint_paths, complete_checkpoints, save_checkpoint
+from llmc.resume import checkpoint_paths, complete_checkpoints, read_notes, save_checkpoint
 from llmc.shuffle import Position
-from llmc.tensors import flat
+from llmc.tensors import bf16_bits, bf16_to_float32, flat
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from llmc.debugstate import read_debug_state, write_debug_state
 from train_gpt2 import GPT2
+from train_llama3 import Llama3
 
 TRAIN = ("-b", 2, "-t", 8, "-x", 1, "-v", 0, "-s", 0)
 
@@ -83,6 +88,55 @@ def test_files_of_another_size_and_weights_that_are_not_finite(workplace):
         pytest.raises(UserError, read_model, model_path, GPT2).match(f"{model_path}: tensor wte holds NaN or infinite")
 
 
+def test_what_is_beyond_a_file_s_first_chunk(here, monkeypatch):
+    """Is written, read and checked like the rest; of model files of each version, and of states."""
+    monkeypatch.setattr(llmc.files, "FILE_CHUNK", 1000)  # fcw has five, the last one smaller
+    params = random_params(SMALL)
+    for version in (1, 3, 5):
+        write_model("model.bin", SMALL, params, version)
+        expected = bf16_to_float32(bf16_bits(flat(params))) if version == 5 else flat(params)
+        assert np.array_equal(flat(read_model("model.bin", GPT2)[1]), expected)
+        data = bytearray(Path("model.bin").read_bytes())
+        data[-2:] = b"\xff\xff"  # NaN: the last number of lnfb
+        Path("model.bin").write_bytes(data)
+        pytest.raises(UserError, read_model, "model.bin", GPT2).match("tensor lnfb holds NaN")
+    params.fcw[-1, -1, -1] = np.inf
+    write_model("model.bin", SMALL, params)
+    pytest.raises(UserError, read_model, "model.bin", GPT2).match("tensor fcw holds NaN or inf")
+    owned = owned_by_one(optimizer_of(random_params(SMALL), params))
+    pytest.raises(UserError, owned.check, "state", "mend").match("the optimizer's v: NaN or inf")
+
+
+def test_a_checkpoint_s_files_are_on_the_disk_in_their_order(workplace, train, monkeypatch):
+    """Each is complete on the disk before it has its name. The marker is the last one, and is the
+    first to be deleted."""
+    synced, calls, fsync, replace, unlink = [], [], os.fsync, os.replace, os.unlink
+
+    def noted_fsync(descriptor):
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        synced.append((status.st_ino, status.st_size))
+
+    def noted_replace(source, target):
+        status = os.stat(source)
+        calls.append((os.path.basename(target), (status.st_ino, status.st_size) in synced))
+        replace(source, target)
+
+    def noted_unlink(path):
+        calls.append((os.path.basename(path), "deleted"))
+        unlink(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", noted_fsync)
+        patch.setattr(os, "replace", noted_replace)
+        patch.setattr(os, "unlink", noted_unlink)
+        train("-x", 2, "-n", 1, "-nk", 1, "-o", "run", check=True)
+    (model, state, marker), second = checkpoint_paths("", 1), checkpoint_paths("", 2)
+    assert [call for call in calls if re.search(r"_0000000\d", call[0])] == [
+        *((name, True) for name in (model, state, marker, *second)),
+        *((name, "deleted") for name in (marker, state, model))]
+
+
 @pytest.mark.parametrize("call", range(3))
 def test_a_run_killed_while_it_deletes_a_checkpoint(workplace, train, at_call, call):
     """leaves no marker without a model."""
@@ -103,6 +157,18 @@ def test_model_header_fields(workplace, monkeypatch, slot, name):
         patch_header(path, **{f"h{slot}": value})
         error = pytest.raises(UserError, read_model, path, GPT2)
         assert error.match(words) and str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_llama_s_original_length(tmp_path):
+    """It counts only where RoPE is scaled."""
+    path = tmp_path / "llama.bin"
+    for factor, original, words in ((8, 0, "original=0"), (8, -1, "original=-1"), (0, 0, "")):
+        config = dataclasses.replace(SMALL_LLAMA, factor=factor, original=original)
+        write_model(path, config, random_params(config))
+        if words:
+            pytest.raises(UserError, read_model, path, Llama3).match(words)
+        else:
+            assert read_model(path, Llama3)[0] == config
 
 
 def test_tokenizer_faults(workplace):
@@ -232,19 +298,34 @@ def test_old_checkpoints_are_deleted(workplace, train, flags, kept):
     assert set(os.listdir("run")) == {"main.csv", "main.log", "tokenizer.bin", "model_mine.bin", *names}
 
 
+def test_logs_that_nobody_keeps(workplace, train):
+    """Links to /dev/null stay such."""
+    os.mkdir("run")
+    for name in ("main.log", "main.csv"):
+        Path("run", name).symlink_to("/dev/null")
+    train("-x", 1, "-o", "run", check=True)
+    train("-x", 2, "-o", "run", "-y", 1, check=True)
+    assert Path("run/main.csv").is_symlink() and Path("run/main.csv").is_char_device()
+
+
 def test_damaged_checkpoints_and_logs(workplace, train):
     """A state that does not say its model's CRC-32 is taken; a log that is none is not written over."""
     train("-x", 2, "-n", 1, "-o", "run", check=True)
     model, state, marker = map(Path, checkpoint_paths("run", 2))
     good, good_model, again = state.read_bytes(), model.read_bytes(), ("-x", 3, "-o", "run", "-y", 1)
 
-    def fails(*words, data=good, **header):
+    def fails(*words, data=good, crc=0, **header):
         state.write_bytes(data)
-        patch_header(state, **header)
+        patch_header(state, h45=crc, **header)
         assert_one_line_error(train(*again), *words)
 
     fails(state, "bytes, expected", f"remove {marker}", data=good[:-1])
     fails(state, "is a GPT-2 checkpoint", h0=MODEL_MAGIC)
+    fails(state, "step -1", f"remove {marker}", h10=-1)
+    for slot in (20, 42, 300):  # the sampler's state, a flag, a moment
+        flipped = int(np.frombuffer(good, "<i4")[slot]) ^ 1
+        header = {f"h{slot}": flipped}
+        fails(state, "is damaged (another CRC-32", f"remove {marker}", crc=1, **header)
     fails(state, "--spread 1", "expected", "--spread 0", h42=1)
     fails(state, "step 5", h10=5)
     fails("batch 9999", h32=9999)
@@ -263,7 +344,38 @@ def test_damaged_checkpoints_and_logs(workplace, train):
     assert "resuming at step 2" in train(*again, check=True).stdout
 
 
+@pytest.mark.parametrize("text", (
+    "null", "[]", "3", '"run"', "[1, {}]", "NaN", "{", "\x80", "[" * 9999, '{"model": 3}',
+    '{"model": ["d2"]}', '{"update_tokens": "x"}', '{"update_tokens": -1}',
+    '{"update_tokens": 1.5}', '{"lowest": 3}', '{"lowest": [1.5]}', '{"lowest": ["a", 2]}',
+    '{"recent": {}}', '{"recent": [1, 2]}', '{"recent": [{"count": 1, "values": [2]}, {}]}',
+    '{"fp8": []}', '{"fp8": {"updates": 1, "history": "0", "scales": "x"}}', '{"val_data": null}',
+    '{"data": {}}'))
+def test_markers_that_no_run_writes(here, text):
+    """Other JSON, or none. llm.c's is empty; fields that are not known are left alone."""
+    marker = Path("DONE_00000001")
+    marker.write_bytes(text.encode("latin1"))
+    pytest.raises(UserError, read_notes, "", 1).match(f"{marker}: .*; remove {marker} to resume")
+    for text, notes in (("", {}), ("{}", {}), ('{"later": [1]}', {"later": [1]})):
+        marker.write_text(text)
+        assert read_notes("", 1) == notes
+
+
 def test_a_full_disk_is_one_line(workplace):
     command = f"{sys.executable} {ROOT / 'train_gpt2.py'} -b 2 -t 8 -v 0 -s 0 -x 2000 > /dev/full"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert_one_line_error(done, "No space left")
+
+
+@pytest.mark.parametrize("work", (
+    "print('x')", "print('x', end='')", "sys.stdout.buffer.write(b'x')", "print('x' * 99999)",
+    "(print('x', end=''), sys.exit(0))"))
+def test_output_to_a_full_disk(work):
+    """is one line, whatever is printed: no traceback of Python's own at exit, no status of 120."""
+    program = ("import sys; from llmc.errors import run_main; sys.argv = ['x.py'];"
+               f" run_main(lambda: {work} and None)")
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE,
+                              text=True, cwd=ROOT, env=environment, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "x.py: error: No space left on device\n")

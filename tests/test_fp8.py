@@ -27,7 +27,7 @@ from llmc.gpu.precision import Precision
 from llmc.logger import Log
 from llmc.loop import Update
 from llmc.tensors import views
-from test_gpt2 import need
+from test_parity import need
 from test_kernels import (assert_close, check_classifier, check_tensor, compile_file, get_device,
                           on_gpu, padded, random, unwritten)
 from test_matmul_swiglu import files_of, frame_sizes, model, open_matmul

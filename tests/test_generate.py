@@ -89,9 +89,11 @@ def test_choice():
 
 @pytest.mark.parametrize("text, expected", (
     (None, (0.2, 0, 0.9)), ('{"eos_token_id": 2}', (0.2, 0, 0.9)), ("{", "is not a JSON object"),
-    ('{"temperature": 0.6, "top_k": 20, "top_p": null}', (0.6, 20, 1.0)), ('{"top_p": 2}', "top_p 2: expected more")))
+    ('{"temperature": 0.6, "top_k": 20, "top_p": null}', (0.6, 20, 1.0)), ('{"top_p": 2}', "top_p 2: expected more"),
+    ('{"do_sample": false, "temperature": 0.9, "top_p": 0.5}', (0.0, 0, 1.0)),
+    ('{"do_sample": true, "top_p": 0.5}', (1.0, 50, 0.5))))
 def test_what_a_chat_draws_with(tmp_path, text, expected):
-    """generation_config.json says it; the command line comes first."""
+    """generation_config.json says it, as transformers reads it; the command line comes first."""
     if text:
         (tmp_path / "generation_config.json").write_text(text)
     tokenizer = SimpleNamespace(prefix=f"{tmp_path}/")
@@ -103,11 +105,22 @@ def test_what_a_chat_draws_with(tmp_path, text, expected):
     assert (args.temperature, args.top_k, args.top_p) == (1.0, 0, 1.0)
 
 
+def test_what_a_chat_leaves_out(tmp_path, capsys):
+    config = {"do_sample": True, "repetition_penalty": 1.3, "min_p": 0.05, "typical_p": 1.0, "no_repeat_ngram_size": 3,
+              "num_beams": 1, "bad_words_ids": [[5]], "guidance_scale": None, "transformers_version": "5"}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    generate.complete(SimpleNamespace(chat=True), SimpleNamespace(prefix=f"{tmp_path}/"))
+    assert capsys.readouterr().err == (
+        f"note: {tmp_path}/generation_config.json: repetition_penalty 1.3, no_repeat_ngram_size 3, min_p 0.05,"
+        " bad_words_ids [[5]]: not used\n")
+
+
 @pytest.mark.parametrize("template, expected", (
     ("{% for m in messages if tools is none and documents is none %}{{ m.content }}{% endfor %}", "Hi"),
     ([{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}], "D"),
     ("{% generation %}{{ {'b': 'é', 'a': 2} | tojson(separators=',:', sort_keys=true) }}{% endgeneration %}",
      '{"a":2,"b":"é"}'), ("{% foo %}", "line 1: Encountered unknown tag"), ("{{ ''.__class__.x }}", "object is unsafe"),
+    ("{{ 'x' * 2 ** 40 }}", "MemoryError"), ("{{ 'x' * 2 ** 23 }}", "makes 8388608 characters"),
     ("{{ raise_exception('no') }}", "template says: no"), ("", "no token"), (None, "expected a text")))
 def test_chat_templates(tmp_path, template, expected):
     """As transformers renders them; an error is a line. A message without an answer is not kept."""

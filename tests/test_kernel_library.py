@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from conftest import GPT2_124M, ROOT, Array, on_stream, run_program
+from conftest import GPT2_124M, ROOT, Array, assert_one_line_error, on_stream, run_program
 
 sys.path += [str(ROOT / "dev" / "kernels"), str(ROOT / "exercises")]
 import attention_layers  # noqa: F401  (these classes are the layers)
@@ -188,16 +188,66 @@ def test_exercises_on_a_gpu(tmp_path):
 
 
 def test_errors_of_a_learner_are_a_line(tmp_path):
+    """One after the other, also of files that are none."""
     errors = {  # exercise -> its text, and what check.py says
+        "01_softmax": ("import train_gpt2\n\npage_s = train_gpt2.softmax_forward\n\n\n"
+                       "def softmax_forward(*arguments):\n    page_s(*arguments)",
+                       "line 7: NameError: this is the page's own function: write yours"),
         "02_layernorm": ("def layernorm_backward(:", "cannot be imported: SyntaxError"),
         "04_gelu": ("def one():\n    return 1\n\ndef gelu_backward(dinp, inp, dout, N):\n    dinp[...] = one()",
                     "dinp[0] is 1, exp"),
         "05_crossentropy": ("import os\nos._exit(0)", "ends the process that"),
+        "06_encoder": (None, f"{tmp_path} has no 06_*.py; exercises are 1, 2, "),
         "09_adamw": ("def adamw_update(*arguments):\n    1 / 0", "line 2: ZeroDivision"),
-        "19_swiglu": ("def swiglu_backward(dinp, *rest):\n    dinp = rest", "dinp is NaN everywhere: is it written")}
+        "11_layernorm": (b"\xff\xfe//", "11_layernorm.cu is not text"),
+        "19_swiglu": ("def swiglu_forward(*rest):\n    1\n\n\ndef swiglu_backward(*rest):\n    1",
+                      "out is NaN everywhere: is it written")}
     for name, (text, _) in errors.items():
-        (tmp_path / f"{name}.py").write_text(text)
+        if text:
+            kind = ".cu" if isinstance(text, bytes) else ".py"
+            (tmp_path / f"{name}{kind}").write_bytes(text if kind == ".cu" else text.encode())
     status, lines = check_here(*(int(name[:2]) for name in errors), "--directory", tmp_path)
     assert status == 1
-    for line, (name, (_, message)) in zip(lines, errors.items(), strict=True):
-        assert line.startswith(name) and message in line
+    for line, (name, (text, message)) in zip(lines, errors.items(), strict=True):
+        assert (line.startswith(name) or not text) and message in line, line
+    done = run_program("exercises/check.py", "--directory", "none", check=False)
+    assert_one_line_error(done, "--directory none: no such directory")
+
+
+STUB = "def gelu_backward(dinp, inp, dout, N):\n    pass\n"
+NOT_ITS_OWN = "04_gelu.py: gelu_backward is not a function that this file defines"
+SLEEP = "import threading, time\nthreading.Thread(target=time.sleep, args=[99]).start()\n1 / 0"
+
+
+@pytest.mark.parametrize("text, message", (
+    ("", "the function gelu_backward is missing"),
+    (STUB.replace("back", "beck"), "the function gelu_backward is missing"),
+    ("from train_gpt2 import gelu_backward", NOT_ITS_OWN),
+    ("from train_gpt2 import *", NOT_ITS_OWN),
+    ("class gelu_backward:\n    pass", NOT_ITS_OWN), ("gelu_backward = abs", NOT_ITS_OWN),
+    (f"import functools\n{STUB}gelu_backward = functools.partial(gelu_backward)", NOT_ITS_OWN),
+    (f"{STUB}import train_gpt2\ntrain_gpt2.gelu_backward()", "the page's own function: write"),
+    (f"{STUB}import numpy as np\nnp.abs = lambda x: 0", "changes numpy.abs, which the tests need"),
+    (f"{STUB}    import numpy as np\n    np.abs = lambda x: 0", "changes numpy.abs"),
+    (f"{STUB}import numpy as np\nnp.linalg.norm = len", "changes numpy.linalg.norm"),
+    (f"{STUB}import train_gpt2\ntrain_gpt2.GELU_SCALE = 0", "changes train_gpt2.GELU_SCALE"),
+    (f"{STUB}import builtins\nbuiltins.abs = len", "changes builtins.abs"),
+    ("\0", "cannot be imported: "), ("\xff", "cannot be imported: SyntaxError"),
+    ("1 / 0", "imported: ZeroDivisionError"), ("exit(0)", "imported: SystemExit: 0"),
+    ("raise ValueError('a\\nb')", "imported: ValueError: a"), (SLEEP, "ZeroDivisionError"),
+    ("while True:\n    pass", "takes more than 1 s: is there a loop that does not end?"),
+), ids=str)
+def test_what_is_no_solution(tmp_path, monkeypatch, text, message):
+    """Is found, by most before a test calls it; and its process ends."""
+    monkeypatch.setattr(check, "SECONDS", 1)
+    page = check.train_gpt2
+    monkeypatch.setattr(check.pytest, "main", lambda *_: page.gelu_backward(*[None] * 4))
+    (tmp_path / "04_gelu.py").write_bytes(text.encode("latin-1"))
+    line = check.wrong(4, str(tmp_path))
+    assert line.startswith("04_gelu.py") and message in line and "\n" not in line
+
+
+def test_every_function_of_an_exercise_is_asked_for():
+    for path in FILES:
+        names = re.findall(r"^def (\w+)", path.read_text(), re.MULTILINE)
+        assert names == list(check.functions_of(path))

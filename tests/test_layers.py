@@ -15,6 +15,7 @@ from llmc.settings import Settings
 from llmc.tensors import flat, views
 from llmc.debugstate import check_tensor
 
+SPEEDRUN = train_speedrun.Config(32, 97, 2, 2, 48, 128)
 SHAPES = [(1, 1, 6, 3), (1, 5, 6, 2), (3, 7, 10, 5), (2, 33, 12, 1)]  # B, T, C, NH
 SEVERAL_BLOCKS = 2, 140, 4, 1  # of layernorm and RMSNorm
 FLOAT32 = 2.0**-24  # the layers' constants (1/C, GELU's) are float32, so float64 arrays agree to about that
@@ -212,8 +213,8 @@ def test_float32_stays_float32(monkeypatch):
 
 @pytest.mark.parametrize("parts", ((1,) * 12, (12,), (5, 1, 6)))
 @pytest.mark.parametrize("chunk", (256, 2))
-@pytest.mark.parametrize("config", (SMALL, SMALL_LLAMA, dataclasses.replace(SMALL_LLAMA, tied=1),
-                                    train_speedrun.Config(32, 97, 2, 2, 48, 128)))
+@pytest.mark.parametrize("config", (
+    SMALL, SMALL_LLAMA, dataclasses.replace(SMALL_LLAMA, tied=1), SPEEDRUN))
 def test_the_decoder_agrees_with_the_forward_pass(monkeypatch, in_blocks, config, parts, chunk):
     B, T, rng = 3, sum(parts), np.random.default_rng(1)
     model, tokens = make_model(B, T, config=config), rng.integers(0, config.V, (B, T), dtype=np.int32)
@@ -245,9 +246,13 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
     assert len(np.unique(start[: 5000 * 128])) > 500_000, "each block of random weights has its own"
 
 
-def test_gradients_of_accumulated_batches_are_their_mean():
-    batches = np.random.default_rng(0).integers(0, SMALL.V, (3, 2, 2, 8), dtype=np.int32)
-    whole, parts = (make_model(B, 8, 6 // B, *t.random_model("d2", SMALL.V)) for B in (6, 2))  # of several blocks
+@pytest.mark.parametrize("config", (None, SMALL_LLAMA, SPEEDRUN), ids=("d2", "Llama", "speedrun"))
+def test_gradients_of_accumulated_batches_are_their_mean(config):
+    """GPT-2's are of several blocks."""
+    start = (config, None) if config else t.random_model("d2", SMALL.V)
+    V = start[0].V
+    batches = np.random.default_rng(0).integers(0, V, (3, 2, 2, 8), dtype=np.int32)
+    whole, parts = (make_model(B, 8, 6 // B, *start) for B in (6, 2))
     whole.forward(*batches.swapaxes(0, 1).reshape(2, 6, 8))
     whole.backward()
     for micro_step, (x, y) in enumerate(batches):
@@ -256,7 +261,7 @@ def test_gradients_of_accumulated_batches_are_their_mean():
     for name in whole.grads.table:
         expected = getattr(whole.grads, name)
         assert check_tensor(name, getattr(parts.grads, name), expected, 1e-6 * max(1.0, np.abs(expected).max()))
-    assert not parts.grads.wte[SMALL.V :].any(), "padding rows have no gradient"
+    assert not parts.grads.wte[V:].any(), "padding rows have no gradient"
 
 
 @pytest.mark.parametrize("text, threads", ((" 3", 3), ("3,2", 3), ("²", None), ("0", None), ("9" * 5000, None)))

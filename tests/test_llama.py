@@ -212,7 +212,7 @@ def test_a_file_of_llm_c_s(tmp_path):
 def test_a_vocabulary_of_hugging_face(folder, workplace, run_here, monkeypatch):
     """From the folder to tokens, through a run, to a folder; a chat template asks as transformers does."""
     pytest.importorskip("jinja2")
-    from test_export import TEXT, byte_level  # which want the packages transformers and tokenizers
+    from test_vocabulary import TEXT, byte_level  # which want the package tokenizers
     tokenizer = byte_level(300, ["<|end|>", "<|user|>"])
     V = tokenizer.get_vocab_size()
     path, _ = folder(vocab_size=V, eos_token_id=0)

@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import struct
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import train_gpt2
 from conftest import GPT2_124M, SMALL, make_state, optimizer_of, random_params, remove_after
 from llmc.checkpoint import (Progress, owned_by_one, read_model, read_optimizer_state, write_model,
                              write_optimizer_state)
-from llmc.dataloader import DataLoader, data_paths, tokenizer_beside, write_tokens
+from llmc.dataloader import DataLoader, data_paths, open_tokens, tokenizer_beside, write_tokens
 from llmc.debugstate import check_tensor, fingerprint, read_debug_state, write_debug_state
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, replacing
@@ -28,7 +29,7 @@ from llmc.sampler import Random, Writer
 from llmc.settings import Settings
 from llmc.shuffle import Position
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32, check_finite, flat, table_elements, unpadded
-from llmc.tokenizer import Tokenizer
+from llmc.tokenizer import Tokenizer, write_tokenizer
 from train_gpt2 import GPT2, activation_table, parameter_table
 
 END_OF_MOMENTS = HEADER_BYTES + 8 * table_elements(parameter_table(SMALL))  # in a state file
@@ -61,6 +62,48 @@ def test_spread_rows_cover_the_data_once(tmp_path, shuffle):
     assert all(np.array_equal(targets, inputs + 1) for inputs, targets in batches)
     batches = [inputs[:, 0].tolist() for inputs, _ in batches]
     assert sorted(batches) == [[0, 12], [4, 16], [8, 20]] and (batches == sorted(batches)) != shuffle
+
+
+NANO = np.random.default_rng(0).integers(0, 200, 3001) ** 2 % 257
+
+
+@pytest.mark.parametrize("ids, dtype, V, found", (
+    (NANO, "<u2", 257, "<u2"), (NANO[:-1], "<u2", 257, "<u2"), (NANO, "<u2", 50257, "<u2"),
+    (NANO, "<i4", 257, "<i4"), (NANO, "<u2", 1 << 17, "<i4"),  # no vocabulary of uint16
+    (np.insert(NANO, range(3001), 0), "<u2", 257, "<i4"), (NANO[::-1], "<u2", 257, "<u2"),
+    (NANO * 150, "<i4", 257, "<i4"), (NANO * 150, "<u2", 257, "<u2"),  # another vocabulary's
+    (NANO * 1000, "<i4", 50257, "<i4"), (NANO % 2, "<u2", 2, "<i4"),
+    (np.frombuffer(b"some text, not ids\n" * 100, "<u2"), "<u2", 50257, "<i4")))
+def test_ids_of_uint16_without_a_header(tmp_path, capsys, ids, dtype, V, found):
+    """As nanoGPT's, are read with a note where they are none of int32; all else is int32."""
+    path, right = tmp_path / "train.bin", found == dtype and ids.max() < V
+    path.write_bytes(ids.astype(dtype).tobytes())
+    if right:
+        assert np.array_equal(open_tokens(path, V), ids)
+        assert np.array_equal(DataLoader([path], V, 2, 8).next_batch()[0].ravel(), ids[:16])
+    else:
+        error = pytest.raises(UserError, open_tokens, path, V)
+        assert error.match("another vocabulary|a whole number of int32")
+    assert ("as nanoGPT writes them" in capsys.readouterr().err) == (found == "<u2")
+
+
+def test_a_pattern_over_several_vocabularies_is_refused(workplace, train):
+    """Of one vocabulary, it is found beside the first. With -v 0, nobody reads validation files."""
+    for name, tokens in (("a", b"ab"), ("b", b"ab"), ("c", b"xy")):
+        tokens = [bytes([token]) for token in tokens] + [b"<eot>"]
+        write_tokenizer(f"data/{name}_tokenizer.bin", tokens, 2)
+        for split in ("train", "val"):
+            write_tokens(f"data/{name}_{split}.bin", [np.arange(100) % 3], 100)
+    flags = ("-e", "d2", "-x", 1, "-v", 1)
+    differ = "different vocabularies, data/a_tokenizer.bin and data/c_tokenizer.bin"
+    train("-i", "data/[abc]_train.bin", *flags, fails=("data/[abc]_train.bin", differ))
+    train("-i", "data/a_train.bin", "-j", "data/[abc]_val.bin", *flags,
+          fails=("data/[abc]_val.bin", differ))
+    os.unlink("data/c_train.bin")
+    train("-i", "data/*[abc]_train.bin", *flags, fails=("data/*[abc]_val.bin", differ))
+    train("-i", "data/*[abc]_train.bin", *flags, "-v", 0)
+    done = train("-i", "data/[ab]_train.bin", *flags, "--lines", "short")
+    assert "data/a_tokenizer.bin" in done.stdout
 
 
 def test_what_is_beside_the_training_data(workplace):
@@ -210,8 +253,11 @@ def test_a_shuffled_run_goes_on_with_its_own_flags(shards, train):
     resume(*SHARDS, "--shuffle", 0, fails=("--shuffle 1", "expected", "--shuffle 0"))
     resume("-i", "data/s_train_0.bin", "-j", "data/s_val_0.bin", fails=("shuffled, of 3", "-i"))
     state = Path(checkpoint_paths("run", 3)[1])
-    good, end = state.read_bytes(), END_OF_MOMENTS
-    for bad, words in ((good[:end] + struct.pack("<Q", 2) + good[end + 8 :], "data order"),
+    whole, end = state.read_bytes(), END_OF_MOMENTS
+    good = whole[:180] + bytes(8) + whole[188:]  # without a CRC-32
+    for bad, words in ((whole[:-9] + bytes(9), "CRC-32"),
+                       (whole[:80] + b"\1" + whole[81:], "CRC-32"),
+                       (good[:end] + struct.pack("<Q", 2) + good[end + 8 :], "data order"),
                        (good[:-1], "bytes, expected"), (good[: end + 3], "bytes, expected")):
         state.write_bytes(bad)
         resume(*SHARDS, fails=(state.name, words))
@@ -361,3 +407,18 @@ def test_replacing(tmp_path, at_call):
         f.write(b"new")
     assert path.read_bytes() == b"new" and done == ["fsync", "replace"]
     assert (tmp_path / "link").is_symlink() and sorted(os.listdir(tmp_path)) == ["file", "link"]
+
+
+def test_a_pipe_is_written_to_and_stays_one(tmp_path):
+    """So does a device, such as /dev/null; what is neither that nor a file is refused."""
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    with replacing(pipe) as f:
+        f.write(b"new")
+    reader.join()
+    assert read == [b"new"] and pipe.is_fifo() and os.listdir(tmp_path) == ["pipe"]
+    with pytest.raises(UserError, match="written .a directory or a device, expected a file"):
+        with replacing(tmp_path):
+            pass

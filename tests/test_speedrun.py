@@ -20,7 +20,8 @@ from llmc.gpu.trainer import open_trainer
 from llmc.tensors import Tensors, allocate, flat, table_bytes, views
 from reference import MuonAndAdamW, muon
 from test_fp8 import FP8, e4m3, operands_on_gpu
-from test_gpt2 import ADAMW_CHECK, need
+from test_gpt2 import ADAMW_CHECK
+from test_parity import need
 from test_kernels import BF16, PRECISIONS, SUMS, assert_close, get_device, get_matmul, on_gpu, random, unwritten
 from test_verdict import instead, is_right
 from train_gpt2 import crossentropy_forward, crossentropy_softmax_backward, softmax_forward

@@ -37,7 +37,7 @@ from llmc.gpu.trainer import Trainer, open_trainer
 from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint
 from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, bf16_bits, flat, views
-from test_gpt2 import need
+from test_parity import need
 from train_gpt2 import Config, GPT2
 
 FAST = ("-b", 2, "-t", 24, "-g", 16, "--lines", "llmc")  # whose losses have more digits

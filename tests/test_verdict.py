@@ -17,8 +17,10 @@ from conftest import ROOT, page_of, random_params
 from llmc.gpu.fp8 import Fp8
 from llmc.gpu.trainer import Trainer
 from llmc.tensors import allocate
-from test_gpt2 import (ADAMW_CHECK, BACKENDS, ROUNDOFFS, SMOOTH, NoisyGPT2, NumpyRun, Yardstick, judge_update, need,
-                       precision_of, replay, starting_weights)
+from rounding import ROUNDOFFS, NoisyGPT2
+from test_gpt2 import (ADAMW_CHECK, BACKENDS, SMOOTH, NumpyRun, Yardstick, judge_update, precision_of, replay,
+                       starting_weights)
+from test_parity import need
 
 CONFIG = t.Config(maxT=24, V=61, L=3, NH=2, C=32, Vp=128)
 B, T = 3, 17

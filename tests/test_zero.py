@@ -172,7 +172,8 @@ def write_states(path, ranks, table, rng, ours=True):
         progress = Progress(3, 1337, Position(0, 6), (2, 4, 0) if ours else (0, 0, 0))
         write_optimizer_state(rank_path(path, rank), owned, progress)
         if not ours:
-            np.memmap(rank_path(path, rank), "<i4", "r+", shape=2)[1] = 1  # version 1
+            header = np.memmap(rank_path(path, rank), "<i4", "r+", shape=256)
+            header[[1, 45]] = 1, 0  # version 1, without a CRC-32
     return whole
 
 
@@ -209,7 +210,8 @@ def test_llm_c_s_ranks_without_zero_have_all(tmp_path, ranks, exact):
     assert all(np.array_equal(flat(got), flat(part)) for got, part in zip(read, parts))
 
 
-@pytest.mark.parametrize("damage", ("missing", "short", 10, 3, 44))  # or a slot of the header: step, rank, model
+# or a slot of the header: step, rank, model; the sampler's state, which the CRC-32 alone tells
+@pytest.mark.parametrize("damage", ("missing", "short", 10, 3, 44, 20))
 def test_a_damaged_state_of_a_rank(tmp_path, damage):
     """Nothing is filled."""
     state = str(tmp_path / "state_00000002_00000.bin")

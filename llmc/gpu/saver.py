@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from llmc.checkpoint import Owned, check_state_size, is_whole, rank_path, read_state_header
+from llmc.checkpoint import (Owned, check_crc, check_state_size, is_whole, rank_path,
+                             read_state_header)
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, open_input, read_into
 from llmc.gpu.device import copy_to_gpu
@@ -107,6 +108,8 @@ class OwnedShare(Owned):
 
             ends = [check_state_size(*file, len(arrays) * sources.share_size(rank), sources.size,
                                      hint) for rank, file in enumerate(files)]
+            for file in files[self.rank :: self.ranks]:  # each rank checks its part of the files
+                check_crc(*file, hint)
 
             for i, array in enumerate(arrays):
                 for rank, (source, _) in enumerate(files) if array is not None else ():
@@ -143,7 +146,8 @@ class TrainerSaver(Saver):
     def restore(self, step, loader, random):
         trainer, settings = self.model, self.settings
         owned = empty_state(trainer)
-        has_exact, notes = restore(settings, owned, step, loader, random)
+        restored = trainer.ranks.attempt(lambda: restore(settings, owned, step, loader, random))
+        has_exact, notes = restored[trainer.ranks.rank]
         if not trainer.linears.restore(notes) and trainer.ranks.is_first:
             print("note: the checkpoint has no scales of FP8: this run finds its own",
                   file=sys.stderr)
