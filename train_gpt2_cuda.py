@@ -181,7 +181,7 @@ def phase_tables(config, B, T, precision, recompute, device):
     dtype = precision.dtype
     recomputed = {name: Row((B, T, 4 * C if name == "fch_gelu" else C), dtype)
                   for name in RECOMPUTED[recompute]}
-    rows = partial_rows(B, T, device)
+    rows = partial_rows(B, T, device.sm_count, device.geometry)
     return {
         "forward": {
             # attproj or fcproj, until a layernorm adds it to the residual stream
@@ -205,11 +205,11 @@ def phase_tables(config, B, T, precision, recompute, device):
     }
 
 
-def partial_rows(B, T, device):
+def partial_rows(B, T, sm_count, geometry):
     """How many rows of partial sums each kernel leaves."""
-    g = device.geometry
+    norm_blocks = geometry.LAYERNORM_BLOCKS * sm_count
     return SimpleNamespace(
-        layernorm=min(g.LAYERNORM_BLOCKS * device.sm_count, blocks(B * T, g.LAYERNORM_ROWS)),
+        layernorm=min(norm_blocks, blocks(B * T, geometry.LAYERNORM_ROWS)),
         gelu=blocks(B * T, MATMUL_ROWS),
         attention=B * blocks(T, ATTENTION_ROWS),
         # most where tokens have ENCODER_PIECE + 1 positions: two pieces each

@@ -84,7 +84,7 @@ def phase_tables(config, B, T, precision, recompute, device):
     dtype = precision.dtype
     recomputed = {name: Row((B, T, F if name == "fch_swiglu" else C), dtype)
                   for name in RECOMPUTED[recompute]}
-    rows = partial_rows(B, T, device)
+    rows = partial_rows(B, T, device.sm_count, device.geometry)
     return {
         "forward": {"branch": Row((B, T, C), dtype), **recomputed},
         "classifier": {"logits": Row((B, T, config.Vp), dtype)},  # overwritten with their gradient

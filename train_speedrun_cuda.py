@@ -90,7 +90,7 @@ def phase_tables(config, B, T, precision, recompute, device):
     """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
     L, NH, C = config.L, config.NH, config.C
     dtype = precision.dtype
-    rows = partial_rows(B, T, device)
+    rows = partial_rows(B, T, device.sm_count, device.geometry)
     classifier_rows = max(1, device.sm_count // device.geometry.CAPPED_SMS)
     recomputed = {name: Row((B, T, 4 * C if name == "fch_relu2" else C), dtype)
                   for name in RECOMPUTED[recompute]}
