@@ -213,7 +213,7 @@ def update(model, step, settings, recorder):
     What it writes, for the page, is how far it moves weights: of a matrix, where the rows and
     columns that have the largest moves cross."""
     optimizer, add = model.optimizer, recorder.numbers.add
-    rates, others = getattr(optimizer, "RATES", {}), getattr(optimizer, "MATRICES", ())
+    table = model.params.table
     moved = views(model.params.table, model.params.buffer.copy())
     optimizer.update(model.params, model.grads, settings, settings.learning_rate, step + 1)
     np.subtract(flat(model.params), flat(moved), out=flat(moved))
@@ -223,10 +223,10 @@ def update(model, step, settings, recorder):
         move, m, v = (x[np.ix_(*whole)] for x in found)
         number = recorder.describe(move, name=name, layer=l, kind="move", by=len(recorder.calls), arg="move",
                                    at=add(move), shape=move.shape, whole=[x.tolist() for x in whole])
-        sizes = dict(rate=settings.learning_rate * rates.get(name, 1.0), m=add(m), v=add(v))
-        recorder.calls.append(dict(f=UPDATES[name in others], ins={}, outs=dict(move=number), sizes=sizes))
+        sizes = dict(rate=settings.learning_rate * table[name].rate, m=add(m), v=add(v))
+        recorder.calls.append(dict(f=UPDATES[table[name].matrices > 0], ins={}, outs=dict(move=number), sizes=sizes))
     lengths = np.linalg.norm(moved.wte, axis=1)
-    decay = settings.weight_decay * getattr(optimizer, "DECAY", 1.0) if settings.decay == "all" else 0.0
+    decay = settings.weight_decay * table["wte"].decay if settings.decay == "all" else 0.0
     return dict({name: getattr(settings, name) for name in ("learning_rate", "beta1", "beta2", "eps")}, step=step + 1,
                 weight_decay=decay, optimizer=type(optimizer).__name__,
                 embeddings=[[int(id), float(lengths[id])] for id in largest(lengths, 12)])

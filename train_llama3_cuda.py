@@ -1,10 +1,11 @@
 """
 Llama 3 training on a GPU: what it has instead of GPT-2's layers, by CUDA kernels of our own.
 
-The chapters are train_llama3.py's, and what both architectures do alike is train_gpt2_cuda.py's: read these two pages
-first. RMSNorm adds to the residual stream, as layernorm does there. In bfloat16 on Hopper, the matmul that makes them
-rotates queries and keys (RoPE), and SwiGLU and its gradient are in the matmul before each; elsewhere, these are kernels
-of their own. Attention's backward pass rotates gradients back.
+The chapters are train_llama3.py's, and what both architectures do alike is train_gpt2_cuda.py's:
+read these two pages first. RMSNorm adds to the residual stream, as layernorm does there. In
+bfloat16 on Hopper, the matmul that makes them rotates queries and keys (RoPE), and SwiGLU and its
+gradient are in the matmul before each; elsewhere, these are kernels of their own. Attention's
+backward pass rotates gradients back.
 
     python train_llama3_cuda.py -e l12                                    # random weights
     python export_weights.py --model SmolLM2-135M-Instruct/               # of a Hugging Face folder
@@ -20,15 +21,16 @@ import numpy as np
 
 import train_llama3
 from llmc.errors import run_main
-from llmc.gpu.geometry import BLOCK_THREADS, blocks, pack
+from llmc.gpu.geometry import BLOCK_THREADS, Has, blocks, pack
+from llmc.gpu.messages import REST
 from llmc.settings import with_default
 from llmc.tensors import Row
-from train_gpt2_cuda import (GPT2, CudaSettings, Normed, attention_backward, attention_forward, column_sums,
-                             decode_attention, decode_embed, decode_fc, decode_layernorm, decode_project, decode_qkv,
-                             encoder_backward, encoder_forward, launch_norm, main, partial_rows)
+from train_gpt2_cuda import (GPT2, CudaSettings, attention_backward, attention_forward, column_sums,
+                             encoder_backward, encoder_forward, gradient_table, launch_norm, main,
+                             one_layer_at_a_time, partial_rows, pass_tables)
 from train_llama3 import SIZES, LlamaSettings, parameter_table, random_model, rope_table
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # settings
 
 
@@ -37,20 +39,25 @@ class LlamaCudaSettings(CudaSettings):
     """GPT-2's, with another model to start from."""
 
     model: str = with_default(LlamaSettings, "model", LlamaSettings.model)
-    recompute: int = with_default(CudaSettings, "recompute", -1, "what the backward pass recomputes to save memory (0:"
-                                  " nothing, 1: SwiGLU, 2: RMSNorms too, -1: nothing in bfloat16, SwiGLU in float32)")
+    recompute: int = with_default(CudaSettings, "recompute", -1,
+                                  "what the backward pass recomputes to save memory (0: nothing,"
+                                  " 1: SwiGLU, 2: RMSNorms too, -1: nothing in bfloat16, SwiGLU in"
+                                  " float32)")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # layout: the tables of activations
 
-RECOMPUTED = {0: (), 1: ("fch_swiglu",), 2: ("fch_swiglu", "ln1", "ln2")}  # rows that hold one layer at a time
-READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_swiglu", "logits": "lnf"}  # as GPT-2's
+# --recompute -> the rows that hold one layer at a time, and are computed again in the backward pass
+RECOMPUTED = {0: (), 1: ("fch_swiglu",), 2: ("fch_swiglu", "ln1", "ln2")}
+# linear layer -> the row that it reads
+INPUTS = {"qkv": "ln1", "attproj": "atty", "fc": "ln2", "fcproj": "fch_swiglu", "logits": "lnf"}
 
 
 def activation_table(config, B, T, precision, recompute):
     """name -> Row for what the forward pass saves for the backward pass."""
-    L, NH, C, Q, F, dtype = config.L, config.NH, config.C, config.Q, config.F, precision.dtype
+    L, NH, C, Q, F = config.L, config.NH, config.C, config.Q, config.F
+    dtype = precision.dtype
     table = {
         "encoded": Row((B, T, C), precision.residual),
         "ln1": Row((L, B, T, C), dtype, stacked=True),  # not with recompute 2
@@ -71,11 +78,13 @@ def activation_table(config, B, T, precision, recompute):
     return {name: row for name, row in table.items() if name not in RECOMPUTED[recompute]}
 
 
-def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
+def phase_tables(config, B, T, precision, recompute, device):
     """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
-    L, NH, C, F, dtype = config.L, config.NH, config.C, config.F, precision.dtype
-    recomputed = {name: Row((B, T, F if name == "fch_swiglu" else C), dtype) for name in RECOMPUTED[recompute]}
-    rows = partial_rows(B, T, sm_count, geometry)
+    L, NH, C, F = config.L, config.NH, config.C, config.F
+    dtype = precision.dtype
+    recomputed = {name: Row((B, T, F if name == "fch_swiglu" else C), dtype)
+                  for name in RECOMPUTED[recompute]}
+    rows = partial_rows(B, T, device.sm_count, device.geometry)
     return {
         "forward": {"branch": Row((B, T, C), dtype), **recomputed},
         "classifier": {"logits": Row((B, T, config.Vp), dtype)},  # overwritten with their gradient
@@ -86,7 +95,8 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
             "datty": Row((B, T, config.Q), dtype),
             "D": Row((B, NH, T)),  # within attention_backward
             **recomputed,
-            "lnf_partials": Row((rows.layernorm, C)),  # partial sums over rows, until column_sums adds them up
+            # partial sums over rows, until column_sums adds them up
+            "lnf_partials": Row((rows.layernorm, C)),
             "ln2_partials": Row((L, rows.layernorm, C), stacked=True),
             "ln1_partials": Row((L, rows.layernorm, C), stacked=True),
             "wte_partials": Row((rows.wte, C)),  # within encoder_backward
@@ -94,32 +104,36 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
     }
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # layers, in network order, under the names of train_llama3.py
 
 
 def rmsnorm_forward(device, out, rstd, inp, weight, eps, B, T, C):
-    """out (B,T,C) = the RMSNorm of inp (B,T,C), which has the residual stream's dtype; rstd (B,T) =."""
+    """out (B,T,C) = the RMSNorm of inp (B,T,C), which has the residual stream's dtype; rstd (B,T)
+    =."""
     residual_rmsnorm_forward(device, None, out, rstd, inp, None, weight, eps, B, T, C)
 
 
 def residual_rmsnorm_forward(device, residual, out, rstd, inp1, inp2, weight, eps, B, T, C):
-    """residual (B,T,C) = inp1 (None: 0) + inp2, out (B,T,C) = its RMSNorm, rstd (B,T) =; without residual and inp2, of
-    inp1. residual and inp1 have the stream's dtype. In FP8, out may be a Quantized."""
-    launch_norm(device, "residual_rmsnorm_forward", residual, out, rstd, inp1, inp2, weight, float(eps), B * T)
+    """residual (B,T,C) = inp1 (None: 0) + inp2, out (B,T,C) = its RMSNorm, rstd (B,T) =; without
+    residual and inp2, of inp1. residual and inp1 have the stream's dtype. In FP8, out may be a
+    Quantized."""
+    launch_norm(device, "residual_rmsnorm_forward", residual, out, rstd, inp1, inp2, weight,
+                float(eps), B * T)
 
 
 def rmsnorm_backward(device, dinp, partials, dout, inp, weight, rstd, add_residual, B, T, C):
-    """dinp (B,T,C) = or, with add_residual, += (it holds the gradient of the residual stream); partials (blocks, C) =,
-    for column_sums: each block's part of dweight; in the speed run, which has biases, (blocks, 2C): of dinp's column
-    sums, too. inp has the residual stream's dtype."""
-    grid, threads = (partials.shape[0],), (device.geometry.LAYERNORM_THREADS,)
-    device.launch("rmsnorm_backward", grid, threads, dinp, partials, dout, inp, weight, rstd, int(add_residual), B * T)
+    """dinp (B,T,C) = or, with add_residual, += (it holds the gradient of the residual stream);
+    partials (blocks, C) =, for column_sums: each block's part of dweight; in the speed run, which
+    has biases, (blocks, 2C): of dinp's column sums, too. inp has the residual stream's dtype."""
+    threads = device.geometry.LAYERNORM_THREADS
+    device.launch("rmsnorm_backward", (len(partials),), (threads,), dinp, partials, dout, inp,
+                  weight, rstd, int(add_residual), B * T)
 
 
 def matmul_rope_forward(device, linear, out, inp, rope, B, T, rotated):
-    """out (B,T,Q+2K) = the linear layer of inp; out's first `rotated` channels, queries and keys, are rotated by the
-    angles of rope (T,HS/2,2), cosines and sines."""
+    """out (B,T,Q+2K) = the linear layer of inp; out's first `rotated` channels, queries and keys,
+    are rotated by the angles of rope (T,HS/2,2), cosines and sines."""
     if linear.fuses and linear.matmul.tile(out.shape[-1], narrow=True):
         linear.forward_rope(out, inp, rope, T)
     else:
@@ -143,8 +157,8 @@ def matmul_swiglu_forward(device, linear, out, swiglu, inp, N, F):
 
 
 def matmul_swiglu_backward_inp(device, linear, dinp, swiglu, dswiglu, dout, inp, N, F):
-    """dinp (N,2F) = the gradient with respect to inp, SwiGLU(inp) being the linear layer's input, from dout; swiglu
-    (N,F) = SwiGLU(inp), recomputed, if not None. dswiglu (N,F): scratch."""
+    """dinp (N,2F) = the gradient with respect to inp, SwiGLU(inp) being the linear layer's input,
+    from dout; swiglu (N,F) = SwiGLU(inp), recomputed, if not None. dswiglu (N,F): scratch."""
     if linear.fuses:
         linear.backward_inp_swiglu(dinp, dout, inp)
         if swiglu is not None:
@@ -156,7 +170,8 @@ def matmul_swiglu_backward_inp(device, linear, dinp, swiglu, dswiglu, dout, inp,
 
 def swiglu_forward(device, out, inp, N, F):
     """out (N,F) = up * gate * sigmoid(gate); inp (N,2F) holds up, then gate."""
-    device.launch("swiglu_forward", (blocks(N * F, BLOCK_THREADS * pack(out)),), (BLOCK_THREADS,), out, inp, N)
+    device.launch("swiglu_forward", (blocks(N * F, BLOCK_THREADS * pack(out)),), (BLOCK_THREADS,),
+                  out, inp, N)
 
 
 def swiglu_backward(device, dinp, out, inp, dout, N, F):
@@ -165,149 +180,138 @@ def swiglu_backward(device, dinp, out, inp, dout, N, F):
     device.launch("swiglu_backward", grid, (BLOCK_THREADS,), dinp, out, inp, dout, N)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# text: what llmc/gpu/decoder.py's Decoder asks of Llama 3, beside its parameters and the table of its KV cache; the
-# launches are GPT-2's
-
-
-def decode_table(config, N, dtype):
-    """name -> Row of what a pass over N rows, B*T, needs beside the cache."""
-    C, Q, F = config.C, config.Q, config.F
-    return {
-        "residual": Row((2, N, C)),  # ping-pong buffers: one is made from the other and `branches`
-        "branches": Row((blocks(max(Q, F), C), N, C)),  # of attproj, fcproj: the parts of their sums
-        "normed": Row((N, C), dtype),
-        "query": Row((N, Q), dtype),  # rotated
-        "atty": Row((N, Q), dtype),
-        "fch_swiglu": Row((N, F), dtype),
-    }
-
-
-def decode_constants(config, T):
-    """name -> array that a pass needs on the GPU."""
-    return {"rope": np.stack(rope_table(config, T), axis=-1)}  # (T,HS/2,2)
-
-
-def decode_layers(decoder, B, T):
-    """decoder.acts.tokens (B, T), at the next T positions -> the classifier's input, a Normed, its weight and bias."""
-    device, params, acts, config, N = decoder.device, decoder.params, decoder.acts, decoder.config, B * T
-    C, Q, F, g = config.C, config.Q, config.F, device.geometry
-    inp, residual = acts.residual
-
-    def normed(weight, parts):
-        nonlocal inp, residual
-        x = Normed(residual, inp, acts.branches, None, acts.normed, weight, None)
-        inp, residual = residual, inp
-        return decode_layernorm(device, x, parts, N)
-
-    decode_embed(device, inp, acts.branches, acts.tokens, params.wte, None, None, acts.control, B, T)
-    for p, cache in decoder.layers:
-        x = normed(p.ln1w, g.DECODE_FC_PARTS)
-        decode_qkv(device, acts.query, cache.keys, cache.values, x, p.qkvw, None, decoder.constants.rope, acts.control,
-                   B, T, Q + 2 * config.K)
-        decode_attention(device, acts.atty, acts.parts, acts.arrived, acts.query, cache.keys, cache.values,
-                         acts.control, B, T, config.NH)
-        decode_project(device, acts.branches, acts.atty, p.attprojw, g.DECODE_ATT_PARTS, g.DECODE_ATT_WIDTH, N, C, Q)
-        x = normed(p.ln2w, g.DECODE_ATT_PARTS)
-        decode_fc(device, acts.fch_swiglu, x, p.fcw, None, N, 2 * F)
-        decode_project(device, acts.branches, acts.fch_swiglu, p.fcprojw, g.DECODE_FC_PARTS, g.DECODE_FC_WIDTH, N, C, F)
-    return normed(params.lnfw, g.DECODE_FC_PARTS), params.wte if config.tied else params.lm_head, None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # model
 
 
 class Llama3(GPT2):
     """The architecture; the classifier, buffers and views are GPT-2's."""
 
-    TITLE, MAGIC, Config, Settings = "Llama 3", train_llama3.Llama3.MAGIC, train_llama3.Config, LlamaCudaSettings
-    KERNELS = ("encoder", "rmsnorm", "rope", "attention", "swiglu", "matmul", "matmul_swiglu", "classifier",
-               "transpose", "column_sums", "update")
-    READS, RECOMPUTED = READS, RECOMPUTED
-    SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
-    activation_table, phase_tables = staticmethod(activation_table), staticmethod(phase_tables)
-    decode_table, decode_layers = staticmethod(decode_table), staticmethod(decode_layers)
-    decode_constants = staticmethod(decode_constants)
+    TITLE = train_llama3.Llama3.TITLE
+    MAGIC = train_llama3.Llama3.MAGIC
+    Config = train_llama3.Config
+    Settings = LlamaCudaSettings
+    SIZES = SIZES
+    INPUTS = INPUTS
+    RECOMPUTED = RECOMPUTED
 
-    def head_of(self, tensors):
-        """The classifier's weight, or its gradient."""
-        return tensors.wte if self.config.tied else tensors.lm_head
+    HAS = Has(norm="rmsnorm", rope=True, activation="swiglu")
+    LAYERS = ("encoder", "rmsnorm", "rope", "attention", "swiglu", "matmul", "matmul_swiglu",
+              "classifier", "transpose", "column_sums", "update")
+
+    parameter_table = staticmethod(parameter_table)
+    random_model = staticmethod(random_model)
+
+    @staticmethod
+    def tables(config, settings, B, T, device):
+        sizes = config, B, T, settings.precision, one_layer_at_a_time(settings, RECOMPUTED)
+        return pass_tables(activation_table(*sizes), phase_tables(*sizes, device),
+                           gradient_table(config, B, T, settings.precision))
+
+    @staticmethod
+    def rope(config, T):
+        """The angles of T positions, (T,HS/2,2) float32: cosines and sines."""
+        return np.stack(rope_table(config, T), axis=-1)
 
     def trunk(self, acts, inputs):
         """Token ids (B, T) on the GPU -> acts.lnf (B, T, C), as GPT-2's."""
-        device, linear, params, config, branch = self.device, self.linear, self.params, self.config, acts.branch
-        B, T, C, eps, rotated = acts.B, acts.T, config.C, config.eps, config.Q + config.K
+        device, params, linear = self.device, self.params, self.linear
+        config, C, F, eps = self.config, self.config.C, self.config.F, self.config.eps
+        B, T = acts.B, acts.T
+        branch = acts.branch
+        rotated = config.Q + config.K  # channels: queries and keys
 
+        self.linears.pass_begins(acts)
         encoder_forward(device, acts.encoded, inputs, params.wte, None, B, T, C)
+
         for l in range(config.L):
             p, a = self.param_layers[l], acts.layers[l]
+
             if l == 0:
                 residual = acts.encoded
                 rmsnorm_forward(device, a.ln1, a.ln1_rstd, residual, p.ln1w, eps, B, T, C)
             else:  # adds fcproj of the layer below, which is still in `branch`
                 below = acts.layers[l - 1]
                 residual = below.residual3
-                residual_rmsnorm_forward(device, residual, a.ln1, a.ln1_rstd, below.residual2, branch, p.ln1w, eps,
-                                         B, T, C)
+                residual_rmsnorm_forward(device, residual, a.ln1, a.ln1_rstd, below.residual2,
+                                         branch, p.ln1w, eps, B, T, C)
+
+            self.layer_begins(l)
             matmul_rope_forward(device, linear("qkv", l), a.qkv, a.ln1, acts.rope, B, T, rotated)
             attention_forward(device, a.atty, a.lse, a.qkv, B, T, config.NH, config.NKV, config.HS)
             linear("attproj", l).forward(branch, a.atty)
-            residual_rmsnorm_forward(device, a.residual2, a.ln2, a.ln2_rstd, residual, branch, p.ln2w, eps, B, T, C)
-            matmul_swiglu_forward(device, linear("fc", l), a.fch, a.fch_swiglu, a.ln2, B * T, config.F)
+
+            residual_rmsnorm_forward(device, a.residual2, a.ln2, a.ln2_rstd, residual, branch,
+                                     p.ln2w, eps, B, T, C)
+            matmul_swiglu_forward(device, linear("fc", l), a.fch, a.fch_swiglu, a.ln2, B * T, F)
             linear("fcproj", l).forward(branch, a.fch_swiglu)
+
         top = acts.layers[-1]
-        residual_rmsnorm_forward(device, top.residual3, acts.lnf, acts.lnf_rstd, top.residual2, branch, params.lnfw,
-                                 eps, B, T, C)
+        residual_rmsnorm_forward(device, top.residual3, acts.lnf, acts.lnf_rstd, top.residual2,
+                                 branch, params.lnfw, eps, B, T, C)
 
     def backward(self, acts, by_token, scale):
         """self.grads = the gradients of the last batch's loss, as GPT-2's."""
-        device, linear, params, grads, config = self.device, self.linear, self.params, self.grads, self.config
-        B, T, C, F, eps = acts.B, acts.T, config.C, config.F, config.eps
-        N, recomputed = B * T, RECOMPUTED[self.settings.recompute]
-        dresidual, dbranch, weight_gradient = acts.dresidual, acts.dbranch, self.weight_gradient
-        jobs = []  # of column_sums: (partial sums, the gradient that is made of them), of RMSNorms
+        device, params, grads = self.device, self.params, self.grads
+        linear, weight_gradient = self.linear, self.weight_gradient
+        config, C, F, eps = self.config, self.config.C, self.config.F, self.config.eps
+        B, T = acts.B, acts.T
+        dresidual, dbranch = acts.dresidual, acts.dbranch
+        recomputed = RECOMPUTED[self.settings.recompute]
+        jobs = []  # of column_sums, for RMSNorms: (partial sums, the gradients)
 
         self.backward_head(acts, scale)
         if not config.tied:
             grads.wte.fill(0)  # a memset on the main stream
-        rmsnorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3, params.lnfw,
-                         acts.lnf_rstd, False, B, T, C)
+        rmsnorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3,
+                         params.lnfw, acts.lnf_rstd, False, B, T, C)
         jobs.append((acts.lnf_partials, (grads.lnfw,)))
-        # x_read: event after which x may be overwritten, and with it the recomputed tensor that was read beside it: ln2
-        # with dfch, fch_swiglu with dresidual, ln1 with dqkv.
+
+        # Events, as on GPT-2's page. After x_read, both tensors that the side stream has read may
+        # be overwritten: dfch and ln2, dresidual and fch_swiglu, dqkv and ln1.
         dfch_read = dqkv_read = None
+
         for l in reversed(range(config.L)):
             p, a, g = self.param_layers[l], acts.backward_layers[l], self.grad_layers[l]
             residual = acts.encoded if l == 0 else acts.layers[l - 1].residual3
 
             device.wait(dfch_read)
             swiglu = a.fch_swiglu if "fch_swiglu" in recomputed else None
-            matmul_swiglu_backward_inp(device, linear("fcproj", l), a.dfch, swiglu, acts.dfch_swiglu, dresidual, a.fch,
-                                       N, F)
+            matmul_swiglu_backward_inp(device, linear("fcproj", l), a.dfch, swiglu,
+                                       acts.dfch_swiglu, dresidual, a.fch, B * T, F)
             dresidual_read = weight_gradient("fcproj", l, dresidual, a.fch_swiglu)
+
             if "ln2" in recomputed:
                 rmsnorm_forward(device, a.ln2, a.ln2_rstd, a.residual2, p.ln2w, eps, B, T, C)
             dfch_read = weight_gradient("fc", l, a.dfch, a.ln2)
             linear("fc", l).backward_inp(dbranch, a.dfch)
+
             device.wait(dresidual_read)
-            rmsnorm_backward(device, dresidual, a.ln2_partials, dbranch, a.residual2, p.ln2w, a.ln2_rstd, True, B, T, C)
+            rmsnorm_backward(device, dresidual, a.ln2_partials, dbranch, a.residual2, p.ln2w,
+                             a.ln2_rstd, True, B, T, C)
             jobs.append((a.ln2_partials, (g.ln2w,)))
+
             dresidual_read = weight_gradient("attproj", l, dresidual, a.atty)
             linear("attproj", l).backward_inp(acts.datty, dresidual)
+
             device.wait(dqkv_read)
-            attention_backward(device, a.dqkv, acts.D, None, acts.datty, a.qkv, a.atty, a.lse, acts.rope,
-                               None, B, T, config.NH, config.NKV, config.HS)
+            attention_backward(device, a.dqkv, acts.D, None, acts.datty, a.qkv, a.atty, a.lse,
+                               acts.rope, None, B, T, config.NH, config.NKV, config.HS)
+
             if "ln1" in recomputed:
                 rmsnorm_forward(device, a.ln1, a.ln1_rstd, residual, p.ln1w, eps, B, T, C)
             dqkv_read = weight_gradient("qkv", l, a.dqkv, a.ln1)
             linear("qkv", l).backward_inp(dbranch, a.dqkv)
+
             device.wait(dresidual_read)
-            rmsnorm_backward(device, dresidual, a.ln1_partials, dbranch, residual, p.ln1w, a.ln1_rstd, True, B, T, C)
+            rmsnorm_backward(device, dresidual, a.ln1_partials, dbranch, residual, p.ln1w,
+                             a.ln1_rstd, True, B, T, C)
             jobs.append((a.ln1_partials, (g.ln1w,)))
+
         column_sums(device, jobs)
         encoder_backward(device, grads.wte, None, acts.wte_partials, dresidual, by_token, B, T, C)
-        device.wait(dqkv_read)  # joins the side stream
+        device.wait(dqkv_read)  # the side stream's last launch
+        self.gradient_done(REST)
 
 
 if __name__ == "__main__":

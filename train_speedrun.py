@@ -61,24 +61,25 @@ class Config(train_gpt2.Config):
 
 
 def parameter_table(config, dtype="float32"):
-    """name -> Row for the 15 parameter tensors. Linear weights are (out, in)."""
+    """name -> Row for the 15 parameter tensors. Linear weights are (out, in); Muon updates the layers'."""
     L, C, Vp = config.L, config.C, config.Vp
+    vector = dict(rate=0.6, decay=0.02)  # gains and biases
     return {
-        "wte": Row((Vp, C), dtype, vocabulary=True, decays=True),
-        "lm_head": Row((Vp, C), dtype, vocabulary=True, decays=True, early=True),
-        "lm_headb": Row((Vp,), dtype, vocabulary=True),
-        "ln0w": Row((C,), dtype, ones=True),  # after the embedding
-        "ln1w": Row((L, C), dtype, stacked=True, ones=True),
-        "qkvw": Row((L, 3 * C, C), dtype, stacked=True, decays=True),
-        "qkvb": Row((L, 3 * C), dtype, stacked=True),
-        "attprojw": Row((L, C, C), dtype, stacked=True, decays=True),
-        "attprojb": Row((L, C), dtype, stacked=True),
-        "ln2w": Row((L, C), dtype, stacked=True, ones=True),
-        "fcw": Row((L, 4 * C, C), dtype, stacked=True, decays=True),
-        "fcb": Row((L, 4 * C), dtype, stacked=True),
-        "fcprojw": Row((L, C, 4 * C), dtype, stacked=True, decays=True),
-        "fcprojb": Row((L, C), dtype, stacked=True),
-        "lnfw": Row((C,), dtype, ones=True),
+        "wte": Row((Vp, C), dtype, vocabulary=True, decays=True, rate=28.0, decay=0.02),
+        "lm_head": Row((Vp, C), dtype, vocabulary=True, decays=True, early=True, rate=0.16, decay=0.02),
+        "lm_headb": Row((Vp,), dtype, vocabulary=True, **vector),
+        "ln0w": Row((C,), dtype, ones=True, **vector),  # after the embedding
+        "ln1w": Row((L, C), dtype, stacked=True, ones=True, **vector),
+        "qkvw": Row((L, 3 * C, C), dtype, stacked=True, decays=True, matrices=3),  # Q, K and V apart
+        "qkvb": Row((L, 3 * C), dtype, stacked=True, **vector),
+        "attprojw": Row((L, C, C), dtype, stacked=True, decays=True, matrices=1),
+        "attprojb": Row((L, C), dtype, stacked=True, **vector),
+        "ln2w": Row((L, C), dtype, stacked=True, ones=True, **vector),
+        "fcw": Row((L, 4 * C, C), dtype, stacked=True, decays=True, matrices=1),
+        "fcb": Row((L, 4 * C), dtype, stacked=True, **vector),
+        "fcprojw": Row((L, C, 4 * C), dtype, stacked=True, decays=True, matrices=1),
+        "fcprojb": Row((L, C), dtype, stacked=True, **vector),
+        "lnfw": Row((C,), dtype, ones=True, **vector),
     }
 
 
@@ -252,9 +253,7 @@ class Muon:
     does not depend on the gradient's. -l and -c are Muon's; AdamW's follow from them."""
 
     STATE = "m", "v"  # float32 Tensors like the parameters'; Muon leaves v 0
-    MATRICES, MOMENTUM = {"qkvw": 3, "attprojw": 1, "fcw": 1, "fcprojw": 1}, 0.95  # 3: Q, K and V apart
-    VECTORS = "lm_headb", "ln0w", "ln1w", "qkvb", "attprojb", "ln2w", "fcb", "fcprojb", "lnfw"
-    RATES, DECAY = {"wte": 28.0, "lm_head": 0.16, **dict.fromkeys(VECTORS, 0.6)}, 0.02  # AdamW's / Muon's
+    MOMENTUM = 0.95
 
     def __init__(self, params):
         self.m, self.v = allocate(params.table), allocate(params.table)
@@ -264,13 +263,13 @@ class Muon:
         newton_schulz = newton_schulz_of(settings)
         for name, row in params.table.items():
             param, m, v, grad = (getattr(source, name) for source in (params, self.m, self.v, grads))
-            if name in self.MATRICES:
-                shape = -1, row.shape[1] // self.MATRICES[name], row.shape[2]
+            if row.matrices:
+                shape = -1, row.shape[1] // row.matrices, row.shape[2]
                 for matrix in zip(*(x.reshape(shape) for x in (param, m, grad))):
                     muon_update(*matrix, learning_rate, self.MOMENTUM, settings.weight_decay, grad_scale, newton_schulz)
             else:
-                decay = self.DECAY * settings.weight_decay if settings.decay == "all" or row.decays else 0.0
-                adamw_update(*(x.reshape(-1) for x in (param, m, v, grad)), learning_rate * self.RATES[name],
+                decay = row.decay * settings.weight_decay if settings.decay == "all" or row.decays else 0.0
+                adamw_update(*(x.reshape(-1) for x in (param, m, v, grad)), learning_rate * row.rate,
                              settings.beta1, settings.beta2, settings.eps, decay, grad_scale, step, row.size)
 
 

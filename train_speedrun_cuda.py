@@ -1,13 +1,15 @@
 """
 The speed run on a GPU: its GPT and Muon, by our CUDA kernels and cuBLASLt.
 
-The chapters are train_speedrun.py's; what architectures do alike is on GPT-2's and Llama 3's pages: read these pages
-first. Squared ReLU takes GELU's place in its kernels, and so is in the matmuls' epilogues on Hopper. Its slope is twice
-the root of its result, so that its input is not stored. The cap is in the classifier; QK-norm and the rotation are one
-pass after the qkv matmul, in FP8 its epilogue, and their gradients the end of attention's. Muon works on all matrices
-of a name at once, in bfloat16 or float32.
+The chapters are train_speedrun.py's; what architectures do alike is on GPT-2's and Llama 3's pages:
+read these pages first. Squared ReLU takes GELU's place in its kernels, and so is in the matmuls'
+epilogues on Hopper. Its slope is twice the root of its result, so that its input is not stored. The
+cap is in the classifier; QK-norm and the rotation are one pass after the qkv matmul, in FP8 its
+epilogue, and their gradients the end of attention's. Muon works on all matrices of a name at once,
+in bfloat16 or float32.
 
-    python train_speedrun_cuda.py -e s12 -i "data/fineweb_train_*.bin" -b 64 -d 524288 -x 3250 -o runs/speedrun
+    python train_speedrun_cuda.py -e s12 -i "data/fineweb_train_*.bin" -b 64 -d 524288 -x 3250 -o
+    runs/speedrun
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
@@ -23,40 +25,44 @@ import train_gpt2_cuda
 import train_speedrun
 from llmc.errors import run_main
 from llmc.gpu.cublaslt import CublasLt
-from llmc.gpu.geometry import BLOCK_THREADS, ROW_GROUPS, WARP, blocks, pack
-from llmc.gpu.shares import CHUNKS
+from llmc.gpu.geometry import BLOCK_THREADS, ROW_GROUPS, WARP, Has, blocks, pack
+from llmc.gpu.messages import REST
 from llmc.settings import with_default
 from llmc.tensors import Row
-from train_gpt2_cuda import (GPT2, AdamW, CudaSettings, Normed, attention_backward, attention_forward, column_sums,
-                             decode_attention, decode_embed, decode_fc, decode_layernorm, decode_project, decode_qkv,
-                             encoder_backward, encoder_forward, loss_mean, main, matmul_gelu_backward_inp,
-                             matmul_gelu_forward, partial_rows)
+from train_gpt2_cuda import (GPT2, AdamW, CudaSettings, attention_backward, attention_forward,
+                             column_sums, encoder_backward, encoder_forward, gradient_table,
+                             loss_mean, main, one_layer_at_a_time, partial_rows, pass_tables,
+                             update_blocks)
 from train_llama3_cuda import residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward
-from train_speedrun import (CAP, EPS, SCALE, SIZES, MuonSettings, SpeedrunSettings, newton_schulz_of, parameter_table,
-                            random_model, rope_table)
+from train_speedrun import (CAP, EPS, SCALE, SIZES, MuonSettings, SpeedrunSettings,
+                            newton_schulz_of, parameter_table, random_model, rope_table)
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # settings
 
 
 @dataclass
 class SpeedrunCudaSettings(MuonSettings, CudaSettings):
-    recompute: int = with_default(CudaSettings, "recompute", -1, "what the backward pass recomputes to save memory"
-                                  " (2: RMSNorms; else nothing)")
+    recompute: int = with_default(CudaSettings, "recompute", -1,
+                                  "what the backward pass recomputes to save memory (2: RMSNorms;"
+                                  " else nothing)")
     FROM_SCRATCH = {**SpeedrunSettings.FROM_SCRATCH, "B": 4}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # layout: the tables of activations
 
-# rows that hold one layer at a time; 3: in FP8, which keeps all layers' in 8 bits
+# --recompute -> the rows that hold one layer at a time, and are computed again in the backward
+# pass; 3: in FP8, which keeps all layers' in 8 bits
 RECOMPUTED = {0: (), 1: (), 2: ("ln1", "ln2"), 3: ("ln1", "ln2", "fch_relu2")}
-READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_relu2", "logits": "lnf"}  # as GPT-2's
+# linear layer -> the row that it reads
+INPUTS = {"qkv": "ln1", "attproj": "atty", "fc": "ln2", "fcproj": "fch_relu2", "logits": "lnf"}
 
 
 def activation_table(config, B, T, precision, recompute):
     """name -> Row for what the forward pass saves for the backward pass."""
-    L, NH, C, dtype = config.L, config.NH, config.C, precision.dtype
+    L, NH, C = config.L, config.NH, config.C
+    dtype = precision.dtype
     table = {
         "embedded": Row((B, T, C), precision.residual),
         "ln0": Row((B, T, C), dtype),
@@ -80,16 +86,19 @@ def activation_table(config, B, T, precision, recompute):
     return {name: row for name, row in table.items() if name not in RECOMPUTED[recompute]}
 
 
-def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
+def phase_tables(config, B, T, precision, recompute, device):
     """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
-    L, NH, C, dtype = config.L, config.NH, config.C, precision.dtype
-    rows = partial_rows(B, T, sm_count, geometry)
-    recomputed = {name: Row((B, T, 4 * C if name == "fch_relu2" else C), dtype) for name in RECOMPUTED[recompute]}
+    L, NH, C = config.L, config.NH, config.C
+    dtype = precision.dtype
+    rows = partial_rows(B, T, device.sm_count, device.geometry)
+    classifier_rows = max(1, device.sm_count // device.geometry.CAPPED_SMS)
+    recomputed = {name: Row((B, T, 4 * C if name == "fch_relu2" else C), dtype)
+                  for name in RECOMPUTED[recompute]}
     return {
         "forward": {"branch": Row((B, T, C), dtype), **recomputed},
         "classifier": {
             "logits": Row((B, T, config.Vp), dtype),  # overwritten with their gradient
-            "headb_partials": Row((max(1, sm_count // geometry.CAPPED_SMS), config.Vp)),
+            "headb_partials": Row((classifier_rows, config.Vp)),
         },
         "backward": {
             "dfch": Row((B, T, 4 * C), dtype),
@@ -108,13 +117,17 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
     }
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # layers that GPT-2's and Llama 3's pages lack
+
+# with MODEL_RELU2, GPT-2's kernels have squared ReLU in the place of GELU
+matmul_relu2_forward = train_gpt2_cuda.matmul_gelu_forward
+matmul_relu2_backward_inp = train_gpt2_cuda.matmul_gelu_backward_inp
 
 
 def matmul_qknorm_forward(device, linear, qkv, rstd, inp, rope, B, T, NH, HS):
-    """qkv (B,T,3C) = inp (B,T,C) @ weight^T + bias, then qknorm_forward and rope_forward of train_speedrun.py; rstd
-    (B,T,2NH) =. rope (T,HS/2,2): cosines and sines."""
+    """qkv (B,T,3C) = inp (B,T,C) @ weight^T + bias, then qknorm_forward and rope_forward of
+    train_speedrun.py; rstd (B,T,2NH) =. rope (T,HS/2,2): cosines and sines."""
     scale = SCALE * math.sqrt(HS)
     if linear.fuses_qknorm:
         linear.forward_qknorm(qkv, rstd, inp, rope, scale, EPS, T)
@@ -125,24 +138,29 @@ def matmul_qknorm_forward(device, linear, qkv, rstd, inp, rope, B, T, NH, HS):
 
 
 def classifier(device, losses, logits, partials, targets, dloss, factor, write_gradient, N):
-    """GPT-2's, of capped logits; with write_gradient, partials (n,Vp) =, for column_sums: of dlogits * factor."""
-    geometry = device.geometry
-    if geometry.CAPPED_CLUSTER:
-        device.launch("classifier_capped", (len(partials) * geometry.CAPPED_CLUSTER,), (WARP * geometry.CAPPED_WARPS,),
-                      losses, logits, partials, float(factor), targets, float(dloss), int(write_gradient), N)
+    """GPT-2's, of capped logits; with write_gradient, partials (n,Vp) =, for column_sums: of
+    dlogits * factor."""
+    g = device.geometry
+    if g.CAPPED_CLUSTER:
+        device.launch("classifier_capped", (len(partials) * g.CAPPED_CLUSTER,),
+                      (WARP * g.CAPPED_WARPS,), losses, logits, partials, float(factor), targets,
+                      float(dloss), int(write_gradient), N)
         return
+
     train_gpt2_cuda.classifier(device, losses, logits, targets, dloss, write_gradient, 1, N)
     if write_gradient:
         grid = blocks(logits.shape[-1], WARP * pack(logits)), len(partials)
-        device.launch("logits_bias_backward", grid, (WARP, ROW_GROUPS), partials, logits, float(factor), N)
+        device.launch("logits_bias_backward", grid, (WARP, ROW_GROUPS), partials, logits,
+                      float(factor), N)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # optimizer
 
 
 class Stack(NamedTuple):
-    """The matrices of a name, which lie one after the other in the flat buffers, from element `begin` on."""
+    """The matrices of a name, which lie one after the other in the flat buffers, from element
+    `begin` on."""
 
     begin: int
     count: int
@@ -153,92 +171,108 @@ class Stack(NamedTuple):
     def size(self):
         return self.rows * self.columns
 
-    def pieces(self, shares, rank):
-        """The Pieces of them that a rank has, which are adjacent in its share."""
-        return [piece for piece in shares.pieces(rank) if 0 <= piece.begin - self.begin < self.count * self.size]
+    def parts_of(self, shares, rank):
+        """The Parts of them that a rank has, which are adjacent in its share."""
+        end = self.begin + self.count * self.size
+        return [part for part in shares.parts_of(rank) if self.begin <= part.begin < end]
 
 
 class Muon(AdamW):
-    """Muon for the layers' matrices; AdamW, the base class, for the rest. Of several GPUs, each has a share of momentum
-    and float32 weights, and orthogonalizes some matrices, which are sent to it whole."""
+    """Muon for the layers' matrices; AdamW, the base class, for the rest. Of several GPUs, each has
+    a share of momentum and float32 weights, and orthogonalizes some matrices, which are sent to it
+    whole."""
 
-    MATRICES, MOMENTUM = train_speedrun.Muon.MATRICES, train_speedrun.Muon.MOMENTUM
-    RATES, DECAY = train_speedrun.Muon.RATES, train_speedrun.Muon.DECAY
+    MOMENTUM = train_speedrun.Muon.MOMENTUM
     BLOCKS = 32  # for a matrix, in muon_squares
 
-    @classmethod
-    def stacks(cls, table):
+    @staticmethod
+    def stacks(table):
         begin, found = 0, []
-        for name, row in table.items():
-            if parts := cls.MATRICES.get(name):
+        for row in table.values():
+            if row.matrices:
                 L, OC, C = row.shape
-                found.append(Stack(begin, L * parts, OC // parts, C))
+                found.append(Stack(begin, L * row.matrices, OC // row.matrices, C))
             begin += row.size
         return found
 
     @classmethod
     def table(cls, settings, shares, rank):
-        dtype, stacks = settings.precision.dtype, cls.stacks(shares.table)
-        share = max(sum(piece.size for piece in stack.pieces(shares, rank)) for stack in stacks)
-        own = [(blocks(stack.count, shares.ranks), stack) for stack in stacks]  # that a rank orthogonalizes, at most
-        matrices = max(n * stack.size for n, stack in own)
-        return AdamW.table(settings, shares, rank) | {
-            "u": Row((share,), dtype),  # of a stack: Nesterov's momentum; on several GPUs, then the step
-            **({"x": Row((matrices,), dtype)} if shares.ranks > 1 else {}),  # the same, whole matrices
-            "y": Row((matrices,), dtype),  # a Newton-Schulz step reads one of x and y, and writes the other
-            "squares": Row((2, max(n * min(stack.rows, stack.columns)**2 for n, stack in own)), dtype),
-            "partials": Row((cls.BLOCKS * max(n for n, _ in own),)),
-        }
+        dtype = settings.precision.dtype
+        stacks = cls.stacks(shares.table)
+        share = max(sum(part.size for part in stack.parts_of(shares, rank)) for stack in stacks)
 
-    def __init__(self, matmul, settings, params, grads, shares, rank):
-        super().__init__(matmul, settings, params, grads, shares, rank)
-        flat, (first, rest) = self.chunks["flat"], (CHUNKS.itemsize * end for end in self.ends[:2])
-        self.groups["rest"] = self.groups["all"][first:rest]
-        self.cublaslt = matmul.cublaslt or CublasLt(self.device, settings.precision, matmul.stream_workspace)
+        # how many matrices of each stack a rank works on, at most
+        own = [(blocks(stack.count, shares.rank_count), stack) for stack in stacks]
+        matrices = max(n * stack.size for n, stack in own)
+        squares = max(n * min(stack.rows, stack.columns)**2 for n, stack in own)
+
+        table = AdamW.table(settings, shares, rank)
+        table["u"] = Row((share,), dtype)  # Nesterov's momentum; on several GPUs, then the step
+        if shares.rank_count > 1:
+            table["x"] = Row((matrices,), dtype)  # Nesterov's momentum of whole matrices
+        # a Newton-Schulz step reads one of x and y, writes the other
+        table["y"] = Row((matrices,), dtype)
+        table["squares"] = Row((2, squares), dtype)
+        table["partials"] = Row((cls.BLOCKS * max(n for n, _ in own),))
+        return table
+
+    def __init__(self, matmul, settings, params, grads, state, shares, messages):
+        super().__init__(matmul, settings, params, grads, state, shares, messages)
+        self.u = state["u"]
+        self.x = state.get("x")
+        self.y = state["y"]
+        self.squares = state["squares"]
+        self.partials = state["partials"]
+        self.cublaslt = matmul.cublaslt or CublasLt(self.device, settings.precision,
+                                                    matmul.stream_workspace)
         self.newton_schulz = newton_schulz_of(settings)
+
         self.of_stacks = []  # (stack, its chunks, the number of its first element in this share)
+        begins = self.chunks["flat"]
         for stack in self.stacks(shares.table):
-            of_stack = (flat >= stack.begin) & (flat < stack.begin + stack.count * stack.size)
-            local = np.int64(stack.pieces(shares, rank)[0].local)
-            self.of_stacks.append((stack, self.device.upload(self.chunks[of_stack].view(np.uint8)), local))
+            of_stack = (begins >= stack.begin) & (begins < stack.begin + stack.count * stack.size)
+            chunks = self.device.upload(self.chunks[of_stack].view(np.uint8))
+            local = np.int64(stack.parts_of(shares, messages.rank)[0].local)
+            self.of_stacks.append((stack, chunks, local))
 
     def update(self):
         self.update_of("rest")
-        self.update_of("matrices")
+        self.update_matrices()
+        self.messages.wait_for_weights()
 
-    def update_of(self, group):
-        if group != "matrices":
-            return super().update_of(group)
-        settings, g = self.settings, self.device.geometry
+    def update_matrices(self):
+        settings = self.settings
         for stack, chunks, local in self.of_stacks:
-            grid = (chunks.size // CHUNKS.itemsize * (g.UPDATE_CHUNK // (g.UPDATE_THREADS * g.UPDATE_ADAMW_NUMBERS)),)
+            grid = (update_blocks(self.device, chunks),)
             with self.device.span(f"muon {stack.rows} x {stack.columns}"):
-                self.launch("muon_momentum", grid, self.m, self.u, self.sums, self.grads, chunks, self.ranks,
-                            self.control, self.MOMENTUM, local)
-                u = self.to_shares(stack, self.orthogonalize(stack, self.to_matrices(stack)))
+                self.launch("muon_momentum", grid, self.m, self.u, self.sums, self.grads, chunks,
+                            self.messages.rank_count, self.control, self.MOMENTUM, local)
+
+                matrices = self.messages.to_matrices(stack, self.u, self.x)
+                matrices = self.orthogonalize(stack, matrices)
+                u = self.messages.to_share(stack, matrices, self.u)
+
                 scale = math.sqrt(max(1.0, stack.rows / stack.columns))
-                self.launch("muon_update", grid, self.params, self.master, u, chunks, self.control, scale,
-                            settings.weight_decay, settings.stochastic_rounding, local)
-
-    def to_matrices(self, stack):
-        """What self.u has of a stack, as (n, rows, columns); on several GPUs, zero.py gathers this rank's matrices."""
-        return self.u[: stack.count * stack.size].reshape(-1, stack.rows, stack.columns)
-
-    def to_shares(self, stack, matrices):
-        """The reverse, likewise."""
-        return matrices
+                self.launch("muon_update", grid, self.params, self.master, u, chunks, self.control,
+                            scale, settings.weight_decay, settings.stochastic_rounding, local)
+        self.messages.group_updated("matrices")
 
     def orthogonalize(self, stack, x):
         """train_speedrun.py's, of each matrix of x (n, rows, columns); returns x or self.y."""
         if not len(x):
             return x  # more GPUs than matrices
-        n, side, is_tall = len(x), min(stack.rows, stack.columns), stack.rows > stack.columns
-        multiply = functools.partial(self.cublaslt.multiply, count=stack.count)  # one algorithm on any number of GPUs
+        n = len(x)
+        side = min(stack.rows, stack.columns)
+        is_tall = stack.rows > stack.columns
         y = self.y[: x.size].reshape(x.shape)
         square, polynomial = (array[: n * side**2].reshape(n, side, side) for array in self.squares)
+
         grid = self.BLOCKS, n
         self.launch("muon_squares", grid, self.partials, x, stack.size)
         self.launch("muon_normalize", grid, x, self.partials, stack.size)
+
+        # count: cuBLASLt's algorithm is that for all matrices, on any number of GPUs
+        multiply = functools.partial(self.cublaslt.multiply, count=stack.count)
         steps, (a, b, c) = self.newton_schulz
         for _ in range(steps):
             transposed = x.swapaxes(1, 2)
@@ -252,143 +286,154 @@ class Muon(AdamW):
         self.device.launch(name, grid, (self.device.geometry.UPDATE_THREADS,), *arguments)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# text: what llmc/gpu/decoder.py's Decoder asks of the speed run's model; tables and launches are GPT-2's
-
-
-def decode_layers(decoder, B, T):
-    """decoder.acts.tokens (B, T), at the next T positions -> the classifier's input, a Normed, its weight and bias."""
-    device, params, acts, N = decoder.device, decoder.params, decoder.acts, B * T
-    C, NH = decoder.config.C, decoder.config.NH
-    inp, residual = acts.residual
-
-    def normed(weight, branch_bias, parts):
-        nonlocal inp, residual
-        x = Normed(residual, inp, acts.branches, branch_bias, acts.normed, weight, None)
-        inp, residual = residual, inp
-        return decode_layernorm(device, x, parts, N)
-
-    decode_embed(device, inp, acts.branches, acts.tokens, params.wte, None, params.ln0w, acts.control, B, T)
-    fcprojb_below = acts.zeros
-    for p, cache in decoder.layers:
-        x = normed(p.ln1w, fcprojb_below, 4)
-        decode_qkv(device, acts.query, cache.keys, cache.values, x, p.qkvw, p.qkvb, decoder.constants.rope,
-                   acts.control, B, T, 3 * C)
-        decode_attention(device, acts.atty, acts.parts, acts.arrived, acts.query, cache.keys, cache.values,
-                         acts.control, B, T, NH)  # normalizes queries and keys as it reads them
-        decode_project(device, acts.branches, acts.atty, p.attprojw, 1, C, N, C, C)
-        x = normed(p.ln2w, p.attprojb, 1)
-        decode_fc(device, acts.fch_gelu, x, p.fcw, p.fcb, N, 4 * C)
-        decode_project(device, acts.branches, acts.fch_gelu, p.fcprojw, 4, C, N, C, 4 * C)
-        fcprojb_below = p.fcprojb
-    return normed(params.lnfw, fcprojb_below, 4), params.lm_head, params.lm_headb
-
-
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # model
 
 
 class Speedrun(GPT2):
     """The architecture; loss, buffers and views are GPT-2's."""
 
-    TITLE, MAGIC, Config = train_speedrun.Speedrun.TITLE, train_speedrun.Speedrun.MAGIC, train_speedrun.Config
-    KERNELS = ("encoder", "rmsnorm", "qknorm", "attention", "gelu", "matmul", "classifier", "logits_bias", "transpose",
-               "column_sums", "update", "muon")
-    CONSTANTS = {"MODEL_RELU2": 1, "MODEL_BIASES": 1, "MODEL_CAP": f"{CAP}f", "MODEL_QK_SCALE": f"{SCALE}f",
-                 "MODEL_HALF_ROPE": 1}
-    READS, RECOMPUTED, Optimizer, Settings = READS, RECOMPUTED, Muon, SpeedrunCudaSettings
-    SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
-    activation_table, phase_tables, decode_layers = map(staticmethod, (activation_table, phase_tables, decode_layers))
-    decode_constants = staticmethod(lambda config, T: {"rope": np.stack(rope_table(config, T), axis=-1)})  # (T,HS/2,2)
+    TITLE = train_speedrun.Speedrun.TITLE
+    MAGIC = train_speedrun.Speedrun.MAGIC
+    Config = train_speedrun.Config
+    Settings = SpeedrunCudaSettings
+    Optimizer = Muon
+    SIZES = SIZES
+    INPUTS = INPUTS
+    RECOMPUTED = RECOMPUTED
 
-    def linear(self, name, l=0):
-        linear = super().linear(name, l)
-        return linear._replace(bias=self.params.lm_headb) if name == "logits" else linear
+    HAS = Has(norm="rmsnorm", rope=True, qknorm=True, activation="relu2", capped=True)
+    LAYERS = ("encoder", "rmsnorm", "qknorm", "attention", "gelu", "matmul", "classifier",
+              "logits_bias", "transpose", "column_sums", "update", "muon")
+    CONSTANTS = {"MODEL_RELU2": 1, "MODEL_BIASES": 1, "MODEL_CAP": f"{CAP}f",
+                 "MODEL_QK_SCALE": f"{SCALE}f", "MODEL_HALF_ROPE": 1}
 
-    def head_of(self, tensors):
-        return tensors.lm_head
+    parameter_table = staticmethod(parameter_table)
+    random_model = staticmethod(random_model)
+
+    @staticmethod
+    def tables(config, settings, B, T, device):
+        sizes = config, B, T, settings.precision, one_layer_at_a_time(settings, RECOMPUTED)
+        return pass_tables(activation_table(*sizes), phase_tables(*sizes, device),
+                           gradient_table(config, B, T, settings.precision))
+
+    @staticmethod
+    def rope(config, T):
+        """As Llama 3's, with the speed run's angles."""
+        return np.stack(rope_table(config, T), axis=-1)
 
     def trunk(self, acts, inputs):
         """Token ids (B, T) on the GPU -> acts.lnf (B, T, C), as GPT-2's."""
-        device, linear, params, branch = self.device, self.linear, self.params, acts.branch
-        B, T, C, NH, HS = acts.B, acts.T, self.config.C, self.config.NH, self.config.HS
+        device, params, linear = self.device, self.params, self.linear
+        C, NH, HS = self.config.C, self.config.NH, self.config.HS
+        B, T = acts.B, acts.T
+        branch = acts.branch
 
+        self.linears.pass_begins(acts)
         encoder_forward(device, acts.embedded, inputs, params.wte, None, B, T, C)
         rmsnorm_forward(device, acts.ln0, acts.ln0_rstd, acts.embedded, params.ln0w, EPS, B, T, C)
-        residual, below, addend = acts.encoded, None, acts.ln0  # the stream begins with what the first norm leaves
+
+        # a norm reads the sum of two tensors, which it makes the new stream; first, that is ln0
+        residual, below, addend = acts.encoded, None, acts.ln0
         for l in range(self.config.L):
             p, a = self.param_layers[l], acts.layers[l]
-            residual_rmsnorm_forward(device, residual, a.ln1, a.ln1_rstd, below, addend, p.ln1w, EPS, B, T, C)
-            matmul_qknorm_forward(device, linear("qkv", l), a.qkv, a.qk_rstd, a.ln1, acts.rope, B, T, NH, HS)
+            residual_rmsnorm_forward(device, residual, a.ln1, a.ln1_rstd, below, addend, p.ln1w,
+                                     EPS, B, T, C)
+
+            self.layer_begins(l)
+            matmul_qknorm_forward(device, linear("qkv", l), a.qkv, a.qk_rstd, a.ln1, acts.rope, B,
+                                  T, NH, HS)
             attention_forward(device, a.atty, a.lse, a.qkv, B, T, NH, NH, HS)
             linear("attproj", l).forward(branch, a.atty)
-            residual_rmsnorm_forward(device, a.residual2, a.ln2, a.ln2_rstd, residual, branch, p.ln2w, EPS, B, T, C)
-            matmul_gelu_forward(device, linear("fc", l), a.fch_relu2, a.fch_relu2, a.ln2, B * T, 4 * C)
+
+            residual_rmsnorm_forward(device, a.residual2, a.ln2, a.ln2_rstd, residual, branch,
+                                     p.ln2w, EPS, B, T, C)
+            matmul_relu2_forward(device, linear("fc", l), a.fch_relu2, a.fch_relu2, a.ln2, B * T,
+                                4 * C)
             linear("fcproj", l).forward(branch, a.fch_relu2)
             residual, below, addend = a.residual3, a.residual2, branch
-        residual_rmsnorm_forward(device, residual, acts.lnf, acts.lnf_rstd, below, addend, params.lnfw, EPS, B, T, C)
+
+        residual_rmsnorm_forward(device, residual, acts.lnf, acts.lnf_rstd, below, addend,
+                                 params.lnfw, EPS, B, T, C)
 
     def classify(self, acts, targets, loss, scale, train):
         """GPT-2's; with `train`, the partial sums of the classifier's bias gradient, too."""
-        dloss, N = self.dlogits_scale(scale), acts.B * acts.T
+        N = acts.B * acts.T
+        dloss = self.linears.dlogits_scale(scale)
         self.linear("logits").forward(acts.logits, acts.lnf)
-        classifier(self.device, acts.losses, acts.logits, acts.headb_partials, targets, dloss, scale / dloss, train, N)
+        classifier(self.device, acts.losses, acts.logits, acts.headb_partials, targets, dloss,
+                   scale / dloss, train, N)
         with self.device.beside(self.device.side) as loss_done:
             loss_mean(self.device, loss, acts.losses, scale, N)
         return loss_done
 
     def backward(self, acts, by_token, scale):
         """self.grads = the gradients of the last batch's loss, as GPT-2's."""
-        device, linear, params, grads, config = self.device, self.linear, self.params, self.grads, self.config
-        B, T, C, NH, HS, N = acts.B, acts.T, config.C, config.NH, config.HS, acts.B * acts.T
+        device, params, grads = self.device, self.params, self.grads
+        linear, weight_gradient = self.linear, self.weight_gradient
+        C, NH, HS = self.config.C, self.config.NH, self.config.HS
+        B, T = acts.B, acts.T
+        dresidual, dbranch = acts.dresidual, acts.dbranch
         recomputed = RECOMPUTED[self.settings.recompute]
-        dresidual, dbranch, weight_gradient = acts.dresidual, acts.dbranch, self.weight_gradient
-        jobs = []  # of column_sums: (partial sums, the gradients that are made of them): of biases and RMSNorms
+        jobs = []  # of column_sums, for biases and RMSNorms: (partial sums, the gradients)
 
         self.backward_head(acts, scale)
-        column_sums(device, [(acts.headb_partials, (grads.lm_headb,))])  # now: what follows may overwrite these
-        rmsnorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3, params.lnfw,
-                         acts.lnf_rstd, False, B, T, C)
-        # dresidual's column sums, the second of the partials, are dfcprojb; after ln2's backward pass, dattprojb
+        # now: what follows may overwrite these
+        column_sums(device, [(acts.headb_partials, (grads.lm_headb,))])
+        rmsnorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3,
+                         params.lnfw, acts.lnf_rstd, False, B, T, C)
+        # the second of the partials, dresidual's column sums, are dfcprojb here, and dattprojb
+        # after ln2's backward pass
         jobs.append((acts.lnf_partials, (grads.lnfw, self.grad_layers[-1].fcprojb)))
+
         dfch_read = dqkv_read = None  # events, as on GPT-2's page
-        for l in reversed(range(config.L)):
+        for l in reversed(range(self.config.L)):
             p, a, g = self.param_layers[l], acts.backward_layers[l], self.grad_layers[l]
             residual = acts.encoded if l == 0 else acts.layers[l - 1].residual3
             fcprojb_below = self.grad_layers[l - 1].fcprojb if l > 0 else None
 
             device.wait(dfch_read)
-            matmul_gelu_backward_inp(device, linear("fcproj", l), a.dfch, a.relu2_partials, None, dresidual,
-                                     a.fch_relu2, N, 4 * C)
+            matmul_relu2_backward_inp(device, linear("fcproj", l), a.dfch, a.relu2_partials, None,
+                                     dresidual, a.fch_relu2, B * T, 4 * C)
             jobs.append((a.relu2_partials, (g.fcb,)))
             dresidual_read = weight_gradient("fcproj", l, dresidual, a.fch_relu2)
+
             if "ln2" in recomputed:
                 rmsnorm_forward(device, a.ln2, a.ln2_rstd, a.residual2, p.ln2w, EPS, B, T, C)
             dfch_read = weight_gradient("fc", l, a.dfch, a.ln2)
             linear("fc", l).backward_inp(dbranch, a.dfch)
+
             device.wait(dresidual_read)
-            rmsnorm_backward(device, dresidual, a.ln2_partials, dbranch, a.residual2, p.ln2w, a.ln2_rstd, True, B, T, C)
+            rmsnorm_backward(device, dresidual, a.ln2_partials, dbranch, a.residual2, p.ln2w,
+                             a.ln2_rstd, True, B, T, C)
             jobs.append((a.ln2_partials, (g.ln2w, g.attprojb)))
+
             dresidual_read = weight_gradient("attproj", l, dresidual, a.atty)
             linear("attproj", l).backward_inp(dbranch, dresidual)
+
             device.wait(dqkv_read)
-            attention_backward(device, a.dqkv, acts.D, a.attention_partials, dbranch, a.qkv, a.atty, a.lse, acts.rope,
-                               a.qk_rstd, B, T, NH, NH, HS)
+            attention_backward(device, a.dqkv, acts.D, a.attention_partials, dbranch, a.qkv, a.atty,
+                               a.lse, acts.rope, a.qk_rstd, B, T, NH, NH, HS)
             jobs.append((a.attention_partials, (g.qkvb,)))
+
             if "ln1" in recomputed:
                 rmsnorm_forward(device, a.ln1, a.ln1_rstd, residual, p.ln1w, EPS, B, T, C)
             dqkv_read = weight_gradient("qkv", l, a.dqkv, a.ln1)
             linear("qkv", l).backward_inp(dbranch, a.dqkv)
+
             device.wait(dresidual_read)
-            rmsnorm_backward(device, dresidual, a.ln1_partials, dbranch, residual, p.ln1w, a.ln1_rstd, True, B, T, C)
+            rmsnorm_backward(device, dresidual, a.ln1_partials, dbranch, residual, p.ln1w,
+                             a.ln1_rstd, True, B, T, C)
             jobs.append((a.ln1_partials, (g.ln1w, fcprojb_below)))
-        rmsnorm_backward(device, dbranch, acts.ln0_partials, dresidual, acts.embedded, params.ln0w, acts.ln0_rstd,
-                         False, B, T, C)
+
+        rmsnorm_backward(device, dbranch, acts.ln0_partials, dresidual, acts.embedded, params.ln0w,
+                         acts.ln0_rstd, False, B, T, C)
         jobs.append((acts.ln0_partials, (grads.ln0w, None)))
         column_sums(device, jobs)
         grads.wte.fill(0)  # a memset on the main stream
         encoder_backward(device, grads.wte, None, acts.wte_partials, dbranch, by_token, B, T, C)
-        device.wait(dqkv_read)  # joins the side stream
+        device.wait(dqkv_read)  # the side stream's last launch
+        self.gradient_done(REST)
 
 
 if __name__ == "__main__":

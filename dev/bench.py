@@ -44,7 +44,8 @@ from llmc.errors import UserError, run_main
 from llmc.files import replacing
 from llmc.gpu.decoder import open_decoder
 from llmc.gpu.device import count_gpus, cp, gpu_errors_as_lines, open_gpu
-from llmc.gpu.fp8 import Fp8
+from llmc.gpu.fp8 import Fp8, operand_table
+from llmc.gpu.memory import Block
 from llmc.gpu.matmul import Linear, Matmul
 from llmc.gpu.precision import Precision, flops_per_token, peak_flops
 from llmc.sampler import Choice
@@ -439,7 +440,11 @@ def bench_matmul(args):
     weights = ("qkv", C, 3 * C), ("attproj", C, C), ("fc", C, 4 * C), ("fcproj", 4 * C, C), ("logits", C, config.Vp)
     with device.stream:
         matmul.allocate()
-        fp8 = precision.fp8 and Fp8(matmul, allocate(parameter_table(config, precision.dtype), cp), 16)
+        fp8 = None
+        if precision.fp8:
+            params = allocate(parameter_table(config, precision.dtype), cp)
+            block = Block({"operands": operand_table(params.table, 16, recomputed=())}, scratch=True)
+            fp8 = Fp8(matmul, params, block.over(block.allocate()))
         for B, (name, *sizes), kind in itertools.product(args.b, weights, ("forward", "dinp", "dweight")):
             if fp8 and name == "attproj":
                 continue

@@ -78,14 +78,14 @@ class Recorder:
     takes its place in the order from the launch that left the partial sums."""
 
     def __init__(self, trainer):
-        self.tensors = trainer.params, trainer.grads, trainer.fp8 and trainer.fp8.operands
+        self.tensors = trainer.params, trainer.grads, trainer.linears.operands
         self.launches = []  # their labels, in order
         self.writers = collections.defaultdict(list)  # row -> indices of the launches that write it
         self.place = {}  # row -> index of the launch whose work shows in it
         self.unwritten, self.addresses = {}, {}  # row -> array, address -> row
         self.latest = {}  # address -> the latest launch that had it as an argument
         self.logits = self.dlogits = None
-        self.dlogits_of = dlogits_of if trainer.fp8 else to_float32
+        self.dlogits_of = dlogits_of if trainer.precision.fp8 else to_float32
 
     def watch(self, rows):
         """Watch the rows that the launches from here on should write; accumulation into earlier rows is not noticed."""
@@ -195,10 +195,10 @@ def run_on_gpu(trainer, inputs, targets):
     """Run the same pass on the GPU, with the matmuls that training would choose; also return its Recorder."""
     device, config, batch, N = trainer.device, trainer.config, trainer.batch, inputs.size
     model, acts = trainer.model, trainer.acts
-    tables = model.tables(config, trainer.settings, *inputs.shape, device.sm_count, device.geometry)
+    tables = model.tables(config, trainer.settings, *inputs.shape, device)
     kept = tables["activations"]["activations"]
-    if trainer.fp8:
-        trainer.fp8.weights_behind = True  # a pass of an update, which has lnf in 8 bits
+    if trainer.precision.fp8:
+        trainer.linears.weights_changed()  # a pass of an update, which has lnf in 8 bits
         kept = {name: row for name, row in kept.items() if name != "lnf"}
     recorder = Recorder(trainer)
     trainer.stage(0, [(inputs, targets)], 0.0)
@@ -216,7 +216,7 @@ def run_on_gpu(trainer, inputs, targets):
         device.observer = None
         rows = {name: to_float32(getattr(acts, name)) for name in kept}
     rows["logits"] = recorder.logits[..., : config.V]
-    rows["dlogits"] = recorder.dlogits[..., : config.V] * np.float32(1 / N / model.dlogits_scale(1 / N))
+    rows["dlogits"] = recorder.dlogits[..., : config.V] * np.float32(1 / N / model.linears.dlogits_scale(1 / N))
     grads = trainer.to_host(trainer.grads)
     return {**rows, **{f"d{name}": getattr(grads, name) for name in grads.table}}, recorder
 
@@ -245,7 +245,7 @@ def compare(got, expected, recorder, tolerance):
 
 def check(architecture, gpu, config, params, settings):
     """Whether the architecture's page for GPUs agrees with that in NumPy. Raises UserError for a speed run's."""
-    if "qknorm" in architecture.KERNELS:
+    if architecture.HAS.qknorm:
         raise UserError(f"-e {settings.model}: expected GPT-2 or a Llama; speed runs: pytest tests/test_speedrun.py")
     if settings.precision.bf16:
         params = views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))

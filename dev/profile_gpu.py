@@ -119,8 +119,8 @@ BYTES = {  # kernel -> the same, as bytes, where it depends on more
     "muon_update": lambda params, master, u, chunks, *_: (u.itemsize + params.itemsize + (
         params.itemsize if master is None else 8)) * chunks.size // CHUNKS.itemsize * UPDATE_CHUNK,
     "column_sums": lambda jobs: sum(4 * int(job["rows"]) * int(job["columns"]) for job in jobs.get().view(JOB)),
-    "add_gradients": lambda sums, gradients, chunks, ranks, first: (
-        size_of(sums, None if first else sums) + sums.size * ranks * gradients.itemsize),
+    "add_gradients": lambda sums, gradients, chunks, rank_count, first: (
+        size_of(sums, None if first else sums) + sums.size * rank_count * gradients.itemsize),
     "adamw_update": lambda params, master, m, v, sums, gradients, *_: (
         size_of(params, m, m, v, v, sums, gradients) + (size_of(master, master) or size_of(params))),
 }
@@ -193,7 +193,7 @@ class Profile:
     @contextlib.contextmanager
     def __call__(self, name, arguments):
         trainer, start, end = self.trainer, cp.cuda.Event(), cp.cuda.Event()
-        what = label(name, arguments, trainer.params, trainer.grads, trainer.fp8 and trainer.fp8.operands)
+        what = label(name, arguments, trainer.params, trainer.grads, trainer.linears.operands)
         cp.cuda.nvtx.RangePush(what)
         start.record(trainer.device.stream)
         yield

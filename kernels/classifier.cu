@@ -27,7 +27,7 @@ constexpr int THREADS = CLASSIFIER_THREADS;
 static_assert(ON_CHIP || !CLASSIFIER_FP8, "bytes that would overwrite logits not yet read");
 
 constexpr int LOADS_AT_ONCE = ON_CHIP ? 2 : 1;  // packs that a thread loads at a time
-// A row is PARTS parts of PART elements, the last one shorter; each warp has a slice of SLICE elements of each part.
+// A row is cut into PARTS parts of PART elements; the last one may be shorter. Of each part, each warp has SLICE elements.
 constexpr int WARPS = THREADS / 32, SLICE = LOADS_AT_ONCE * 32 * PACK;
 constexpr int PART = WARPS * SLICE, PARTS = (Vp + PART - 1) / PART;
 constexpr bool HOLDS = ON_CHIP && CLASSIFIER_SHARED < Vp * sizeof(element);  // the last part, in registers

@@ -13,13 +13,13 @@
 
 // Grid (BLOCKS for each chunk). sums, gradients: see Gradients.
 extern "C" __global__ void __launch_bounds__(THREADS)
-muon_momentum(float* m, element* u, const float* sums, const gradient* gradients, const Chunk* chunks, int ranks,
-              const Control* control, float momentum, int64 first) {
+muon_momentum(float* m, element* u, const float* sums, const gradient* gradients, const Chunk* chunks,
+              int rank_count, const Control* control, float momentum, int64 first) {
     const Chunk chunk = chunks[blockIdx.x / BLOCKS];
     const int within = within_chunk();
     if (within >= chunk.count || control->halted || control->skipped) return;
     const int64 local = chunk.local + within;
-    Quad g = Gradients{sums, gradients, ranks}(chunk, within), mean = load_quad(m + local);
+    Quad g = Gradients{sums, gradients, rank_count}(chunk, within), mean = load_quad(m + local);
 #pragma unroll
     for (int k = 0; k < NUMBERS; k++) {
         const float gradient = g.x[k] * control->grad_scale;

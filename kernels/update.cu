@@ -52,9 +52,9 @@ loss_mean(float* loss, const float* losses, float scale, int N) {
 
 // Block (THREADS); grid (chunks). sums (elements of the chunks); gradients: see Chunk.
 extern "C" __global__ void __launch_bounds__(THREADS)
-add_gradients(float* sums, const gradient* gradients, const Chunk* chunks, int ranks, int first) {
+add_gradients(float* sums, const gradient* gradients, const Chunk* chunks, int rank_count, int first) {
     const Chunk chunk = chunks[blockIdx.x];
-    const Gradients all = {first ? nullptr : sums, gradients, ranks};
+    const Gradients all = {first ? nullptr : sums, gradients, rank_count};
 #pragma unroll 2
     for (int i = threadIdx.x * NUMBERS; i < chunk.count; i += THREADS * NUMBERS) {
         store_quad(sums + chunk.local + i, all(chunk, i));
@@ -63,9 +63,10 @@ add_gradients(float* sums, const gradient* gradients, const Chunk* chunks, int r
 
 // Block (THREADS); grid (chunks). sums, gradients: see Gradients; partials (chunks of all ranks).
 extern "C" __global__ void __launch_bounds__(THREADS)
-global_norm(float* partials, const float* sums, const gradient* gradients, const Chunk* chunks, int ranks) {
+global_norm(float* partials, const float* sums, const gradient* gradients, const Chunk* chunks,
+            int rank_count) {
     const Chunk chunk = chunks[blockIdx.x];
-    const Gradients all = {sums, gradients, ranks};
+    const Gradients all = {sums, gradients, rank_count};
     float sum = 0.0f;
 #pragma unroll 2
     for (int i = threadIdx.x * NUMBERS; i < chunk.count; i += THREADS * NUMBERS) {
@@ -129,7 +130,7 @@ prepare_update(Control* control, Report* reports, const float* losses, const flo
 // where bfloat16's steps are 1/256 and 1/128: to nearest, they would stay there: doc/long_run.md.
 extern "C" __global__ void __launch_bounds__(THREADS)
 adamw_update(element* params, float* master, float* m, float* v, const float* sums, const gradient* gradients,
-             const Chunk* chunks, int ranks, const Control* control, float beta2, float one_minus_beta1,
+             const Chunk* chunks, int rank_count, const Control* control, float beta2, float one_minus_beta1,
              float one_minus_beta2, int seed) {
     const Chunk chunk = chunks[blockIdx.x / BLOCKS];
     const int within = within_chunk();
@@ -137,7 +138,7 @@ adamw_update(element* params, float* master, float* m, float* v, const float* su
     const int64 i = chunk.flat + within, local = chunk.local + within;
     Quad p = master ? load_quad(master + local) : load_quad(params + i);
     Quad mean = load_quad(m + local), square = load_quad(v + local);
-    const Quad g = Gradients{sums, gradients, ranks}(chunk, within);
+    const Quad g = Gradients{sums, gradients, rank_count}(chunk, within);
     const float keep = 1.0f - control->learning_rate * chunk.rate * chunk.decay;
     const float rate = control->rate * chunk.rate, eps = control->eps, grad_scale = control->grad_scale;
 #pragma unroll

@@ -71,7 +71,7 @@ __device__ inline float block_sum(float x) {
 struct Gradients {
     const float* sums;
     const gradient* gradients;
-    int ranks;
+    int rank_count;
 
     __device__ Quad operator()(const Chunk& chunk, int i) const {
         const gradient* at = gradients + chunk.received + i;
@@ -80,7 +80,7 @@ struct Gradients {
         for (int r = 1;; r++) {
 #pragma unroll
             for (int k = 0; k < NUMBERS; k++) sum.x[k] += g.x[k];
-            if (r == ranks) return sum;
+            if (r == rank_count) return sum;
             g = load_quad(at += chunk.stride);
         }
     }

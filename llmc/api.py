@@ -261,4 +261,5 @@ class GpuModel(Model):
         self.model.update_now(learning_rate)
 
     def on_host(self):
-        return self.model.params_now(), 5 if self.settings.precision.bf16 else 3
+        from llmc.gpu.saver import params_now
+        return params_now(self.model), 5 if self.settings.precision.bf16 else 3

@@ -106,7 +106,7 @@ class Owned:
     state: dict  # name, as in the optimizer's STATE -> array
     exact: np.ndarray | None = None  # float32 weights, if the model's are rounded; or room to read them
 
-    rank, ranks = 0, 1  # llmc/gpu/several/zero.py has the share of one of several
+    rank, ranks = 0, 1  # llmc/gpu/saver.py has the share of one of several
 
     def in_file(self, has_exact):
         """{name: array} in the order of a state file; None: there is no room for float32 weights."""

@@ -21,8 +21,12 @@ class Row(NamedTuple):
     decays: bool = False  # weight decay applies
     early: bool = False  # its gradient is complete before the layers' are: several GPUs send it then
     ones: bool = False  # initialized to ones; in bfloat16 always rounded stochastically: see kernels/update.cu
+    rate: float = 1.0  # AdamW's learning rate, and
+    decay: float = 1.0  # its weight decay, where it applies, as factors of the run's
+    matrices: int = 0  # that Muon sees in one layer of it; 0: AdamW updates it
 
     size = property(lambda self: math.prod(self.shape))
+    is_matrix = property(lambda self: self.stacked and self.decays)  # of each layer: its gradient is sent apart
     # the NumPy dtype. NumPy has no bfloat16: such a tensor is an array of its bits, uint16
     stored_as = property(lambda self: np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype))
 

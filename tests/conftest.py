@@ -39,8 +39,8 @@ from llmc.checkpoint import write_model
 from llmc.dataloader import write_tokens
 from llmc.debugstate import DebugState, fingerprint
 from llmc.errors import UserError, run_main
-from llmc.gpu import cublaslt, decoder, device, fp8, matmul, precision, trainer
-from llmc.gpu.several import ranks
+from llmc.gpu import cublaslt, decoder, device, fp8, matmul, memory, plan, precision, trainer
+from llmc.gpu.several import nccl, ranks
 from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, flat
 from llmc.threads import parallel_blocks
@@ -519,7 +519,7 @@ class FakeCublasLt:
 
 def install(fake, change):
     """Let the modules of the GPU use this FakeGPU; change(module, name, value) sets one. Kernels are not compiled."""
-    for module in (decoder, device, fp8, matmul, precision, ranks, trainer, train_gpt2_cuda):
+    for module in (decoder, device, fp8, matmul, memory, nccl, plan, precision, ranks, trainer, train_gpt2_cuda):
         change(module, "cp", fake.cp)
     change(device, "driver", fake.driver)
     change(device, "MISSING", None)

@@ -17,7 +17,7 @@ import numpy as np
 
 import llmc.gpu.device
 import llmc.gpu.trainer
-import llmc.gpu.several.zero
+import llmc.gpu.several.nccl
 import train_gpt2
 import train_gpt2_cuda as cuda
 from conftest import FakeGPU, install
@@ -59,24 +59,24 @@ def loss_mean(loss, losses, scale, N):
     loss[...] = losses.reshape(-1)[:N].sum(dtype=np.float32) * scale
 
 
-def summed(sums, gradients, chunks, ranks):
+def summed(sums, gradients, chunks, rank_count):
     """(chunk, its place in a share, its gradients of all ranks added up), of each."""
     for chunk in chunks.view(CHUNKS):
         n, at = chunk["count"], slice(chunk["local"], chunk["local"] + chunk["count"])
         total = np.zeros(n, np.float32) if sums is None else np.array(sums[at])
-        for r in range(ranks):
+        for r in range(rank_count):
             begin = chunk["received"] + r * int(chunk["stride"])
             total += to_float32(gradients[begin : begin + n])
         yield chunk, at, total
 
 
-def add_gradients(sums, gradients, chunks, ranks, first):
-    for _, at, total in summed(None if first else sums, gradients, chunks, ranks):
+def add_gradients(sums, gradients, chunks, rank_count, first):
+    for _, at, total in summed(None if first else sums, gradients, chunks, rank_count):
         sums[at] = total
 
 
-def global_norm(partials, sums, gradients, chunks, ranks):
-    for chunk, _, total in summed(sums, gradients, chunks, ranks):
+def global_norm(partials, sums, gradients, chunks, rank_count):
+    for chunk, _, total in summed(sums, gradients, chunks, rank_count):
         partials[chunk["index"]] = np.dot(total, total)
 
 
@@ -92,10 +92,10 @@ def prepare_update(control, reports, losses, partials, learning_rate, beta1, bet
     c["steps_begun"] += 1
 
 
-def adamw_update(params, master, m, v, sums, gradients, chunks, ranks, control, beta2, one_minus_beta1, one_minus_beta2,
-                 seed):
+def adamw_update(params, master, m, v, sums, gradients, chunks, rank_count, control, beta2,
+                 one_minus_beta1, one_minus_beta2, seed):
     c = control.view(STEP_CONTROL)[0]
-    for chunk, at, total in summed(sums, gradients, chunks, ranks):
+    for chunk, at, total in summed(sums, gradients, chunks, rank_count):
         there = slice(chunk["flat"], chunk["flat"] + chunk["count"])
         p = to_float32(params[there]) if master is None else master[at]
         train_gpt2.adamw_update(p, m[at], v[at], total, c["learning_rate"], 1 - one_minus_beta1, beta2, c["eps"],
@@ -107,8 +107,8 @@ def round_weights(out, exact, count):
     out[...] = stored(np.array(exact), out)
 
 
-class Messages:
-    """zero.py's Nccl, over torch.distributed: what is sent goes to all."""
+class FakeNccl:
+    """Nccl, over torch.distributed: what is sent goes to all."""
 
     def __init__(self, ranks, tokens):
         self.rank, self.size, self.gather = ranks.rank, ranks.size, ranks.gather
@@ -211,7 +211,7 @@ def main():
     fake.cp.cuda.runtime.getDeviceCount = lambda: 4
     fake.cp.cuda.runtime.getDevice = lambda: chosen[-1]
     install(fake, setattr)
-    llmc.gpu.several.zero.Nccl = Messages
+    llmc.gpu.several.nccl.Nccl = FakeNccl
     make, llmc.gpu.trainer.Trainer.__init__ = llmc.gpu.trainer.Trainer.__init__, init
     run_main(cuda.main)
 

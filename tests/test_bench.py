@@ -208,7 +208,7 @@ def test_the_launches_of_a_step_have_labels_and_work(fake_gpu, page, settings):
     trainer = open_trainer(fake_gpu, page, grad_clip=1.0, **settings)
     labels, flops = set(), 0
     for name, arguments in observed_step(trainer):
-        operands = trainer.fp8 and trainer.fp8.operands
+        operands = trainer.linears.operands
         labels.add(profile_gpu.label(name, arguments, trainer.params, trainer.grads, operands))
         moved, computed = profile_gpu.work(name, arguments, trainer.config)
         flops += computed * profile_gpu.is_matmul(name)

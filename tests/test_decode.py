@@ -12,8 +12,8 @@ import train_speedrun
 from conftest import on_stream, page_of, random_params
 from llmc.api import on_gpu
 from llmc.checkpoint import write_model
-from llmc.gpu.decoder import (TEXT_CONTROL, DECODE, decode_files, decode_geometry, decode_logits, decode_sample,
-                              open_decoder)
+from llmc.gpu.decoder import (TEXT_CONTROL, DECODE, decode_files, decode_geometry, decode_layers, decode_logits,
+                              decode_sample, open_decoder)
 from llmc.gpu.device import to_float32
 from llmc.gpu.geometry import launch_geometry
 from llmc.sampler import Choice, Random
@@ -21,8 +21,6 @@ from llmc.tensors import bf16_bits, bf16_to_float32, flat, layer, views
 from test_kernels import PRECISIONS, check_launches, compile_file, signatures
 from train_gpt2 import Config
 from train_llama3 import Config as LlamaConfig
-from train_llama3_cuda import Llama3
-from train_speedrun_cuda import Speedrun
 
 MODELS = [  # maxT, V, L, NH, C, Vp
     Config(1024, 50257, 1, 12, 768, 50304),  # GPT-2 124M
@@ -104,7 +102,7 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, config, arch, preci
     named = [zip(parameters[launch.name], launch.arguments) for launch in launches]
     assert {int(argument) for pairs in named for (_, name), argument in pairs if name == "maxT"} == {300}
     if config in LLAMAS:
-        assert decoder.constants.rope.shape == (300, 32, 2) and decoder.constants.rope.dtype == np.float32
+        assert decoder.rope.shape == (300, 32, 2) and decoder.rope.dtype == np.float32
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -136,7 +134,7 @@ def run_pass(decoder, tokens):
     """Launch a pass over tokens (B, T) and, of their last positions, the logits, if T is 1."""
     B, T = tokens.shape
     decoder.acts.tokens[: tokens.size].set(tokens.reshape(-1))
-    classifier = decoder.architecture.decode_layers(decoder, B, T)
+    classifier = decode_layers(decoder, B, T)
     if T == 1:
         decode_logits(decoder.device, decoder.acts.logits, *classifier, B, decoder.config.Vp)
 
@@ -149,11 +147,6 @@ def test_a_pass_is_the_cpu_s(decoders, config, dtype, B, T, position):
     check_pass(*decoders(config, dtype, B), dtype, B, T, position)
 
 
-def name_of_feed_forward(decoder):
-    """The input of fcproj."""
-    return "fch_swiglu" if decoder.architecture is Llama3 else "fch_gelu"
-
-
 def normalized(config, x, scale=1.0):
     """Queries or keys (..,HS), with QK-norm."""
     if not isinstance(config, train_speedrun.Config):
@@ -163,7 +156,7 @@ def normalized(config, x, scale=1.0):
 
 def check_pass(ours, cpu, dtype, B, T, position):
     """Every tensor that it writes, NaN before. position: of those before the last one that fits."""
-    config, feed_forward = ours.config, name_of_feed_forward(ours)
+    config = ours.config
     position = int(position * (config.maxT - T))
     rng = np.random.default_rng((position, os.getpid()))
     tokens = rng.integers(0, config.V, (B, T), dtype=np.int32)
@@ -173,7 +166,7 @@ def check_pass(ours, cpu, dtype, B, T, position):
         theirs[:, :, :, :position] = rounded(before, dtype)
         theirs[:, :, :, position:] = np.nan
         mine.set(bf16_bits(theirs) if dtype == "bfloat16" else theirs)
-    for name in ("residual", "branches", "normed", "query", "atty", "parts", feed_forward, "logits"):
+    for name in ("residual", "branches", "normed", "query", "atty", "parts", "fch_act", "logits"):
         getattr(ours.acts, name).view(np.uint8).fill(0xFF)
     ours.set(position=position)
     run_pass(ours, tokens)
@@ -190,8 +183,8 @@ def check_pass(ours, cpu, dtype, B, T, position):
     query = to_float32(ours.acts.query[:N]).reshape(N, config.NH, config.HS)
     close("query", normalized(config, query, 0.12 * config.HS**0.5), acts.qkv[..., : config.NH * config.HS])
     close("atty", ours.acts.atty[:N], acts.atty)
-    in_numpy = "fch_relu2" if ours.architecture is Speedrun else feed_forward
-    close(feed_forward, getattr(ours.acts, feed_forward)[:N], getattr(acts, in_numpy))
+    in_numpy = next(name for name in acts.table if name.startswith("fch_"))
+    close("fch_act", ours.acts.fch_act[:N], getattr(acts, in_numpy))
     parts = ours.device.geometry.DECODE_FC_PARTS
     branch = ours.acts.branches.reshape(-1)[: parts * N * C].reshape(parts, N, C).get().sum(0)
     branch += getattr(layer(cpu.params, config.L - 1), "fcprojb", 0.0)
@@ -233,12 +226,12 @@ def test_a_pass_does_not_depend_on_the_batch(decoders, config, dtype):
             decoder.cache.keys.set(past[:, rows])
             decoder.cache.values.set(past[:, rows])
             run_pass(decoder, tokens[rows])
-            acts, cache = decoder.acts, layer(decoder.cache, config.L - 1)
-            fcproj_inp = getattr(acts, name_of_feed_forward(decoder))
+            acts = decoder.acts
+            _, cache = decoder.layers[-1]
             assert not acts.arrived.get().any()
             new = (tensor[:, :, position] for tensor in (cache.keys, cache.values))
             return [tensor[: end - begin].get().view(np.uint8)
-                    for tensor in (acts.query, acts.atty, fcproj_inp, acts.logits, *new)]
+                    for tensor in (acts.query, acts.atty, acts.fch_act, acts.logits, *new)]
 
     for position in (0, config.maxT // 4 - 1, config.maxT - 1):
         together = outputs(position, 0, B)

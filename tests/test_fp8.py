@@ -18,9 +18,11 @@ from conftest import on_stream
 from llmc.gpu.device import copy_to_gpu, to_float32
 from check_gpu import COLUMN_ORDER, ROW_ORDER, decode_e5m2, dlogits_of, natural
 from fp8_reference import LARGEST, decode_e4m3, next_scales, round_e4m3
-from llmc.gpu.fp8 import DLOGITS_SCALE, Fp8
-from llmc.gpu.geometry import FP8_HISTORY, blocks, kernel_files
+from llmc.gpu.fp8 import DLOGITS_SCALE, Fp8, operand_table
+from llmc.gpu.geometry import FP8_HISTORY, Has, blocks, kernel_files
 from llmc.gpu.matmul import Quantized
+from llmc.gpu.memory import Block
+from llmc.gpu.messages import Messages
 from llmc.gpu.precision import Precision
 from llmc.logger import Log
 from llmc.loop import Update
@@ -32,7 +34,7 @@ from test_matmul_swiglu import files_of, frame_sizes, model, open_matmul
 
 FP8 = Precision("bfloat16", fp8=True)
 NUMBERS = decode_e4m3(np.arange(256, dtype=np.uint8))
-LAYERS = SimpleNamespace(KERNELS=("matmul", "gelu"), CONSTANTS={})
+LAYERS = SimpleNamespace(HAS=Has(), LAYERS=("matmul", "gelu"), CONSTANTS={})
 GPT2 = train_gpt2.Config(64, 257, 2, 3, 192, 384)
 SPEEDRUN = train_speedrun.Config(64, 257, 2, 3, 192, 384)
 
@@ -111,10 +113,15 @@ def fp8(matmul):
     return make_fp8(matmul, 16)
 
 
+def operands_on_gpu(parameters, N):
+    block = Block({"operands": operand_table(parameters, N, recomputed=())}, scratch=True)
+    return block.over(block.allocate())
+
+
 def make_fp8(matmul, N):
     table = cuda.parameter_table(GPT2, "bfloat16")
     params = views(table, matmul.device.upload(np.zeros(sum(row.bytes() for row in table.values()), np.uint8)))
-    return Fp8(matmul, params, N)
+    return Fp8(matmul, params, operands_on_gpu(table, N))
 
 
 def bytes_on_gpu(shape, value=255):
@@ -129,7 +136,7 @@ def test_prepare_scales(fp8):
         largest[:3] = np.nan, np.inf, 224.0
         copy_to_gpu(fp8.state.largest, largest.astype(np.float32).view(np.int32))
         copy_to_gpu(fp8.state.counts, np.array([update << 40, 7]))
-        fp8.prepare_scales()
+        fp8.prepare_scales(Messages())
         fp8.device.synchronize()
         history[update % FP8_HISTORY] = np.where(np.isfinite(largest), largest, 0)
         scales = next_scales(history, scales)
@@ -304,7 +311,7 @@ def test_matmul_gelu(request, fp8, M, N, K, sm_count):
     whole = blocks(M * N, GPT2.F)  # rows of gelu.cu, which knows F
     out, wanted_out, gelu = unwritten(M, N, dtype="bfloat16"), *unwritten(2, whole * GPT2.F, dtype="bfloat16")
     got, wanted = bytes_on_gpu((M, N)), bytes_on_gpu((M, N))
-    fp8.multiply_gelu(out, got, *operands, fp8.noted("fcproj", 1, "inp"))
+    fp8.multiply_gelu(out, got, *operands, fp8.scaling("fcproj", 1, "inp"))
     noted = fp8.state.largest.get(), fp8.state.counts.get()
     fp8.forget()
     wanted_out[...] = 0
@@ -332,7 +339,7 @@ def test_matmul_gelu_backward(request, fp8, M, N, K, sm_count):
     fp8.state.scales[slot] = scale
     got, partials = bytes_on_gpu((M, N)), unwritten(blocks(M, 128), N)
     fp8.multiply_gelu_backward(got, partials, a, scales[:1], b, scales[1:], on_gpu(inp, dtype="bfloat16"), gelu,
-                               on_gpu(np.float32([2])), fp8.noted("fc", 1, "dout"))
+                               on_gpu(np.float32([2])), fp8.scaling("fc", 1, "dout"))
     plain = decode_e4m3(natural(got.get(), COLUMN_ORDER))
     assert (np.abs(plain - expected * scale) <= np.abs(expected * scale) * 2.0**-4 + 224 * 2.0**-8).all()
     assert np.abs(plain - expected * scale).mean() < 2.0**-5 * np.abs(expected * scale).mean()
@@ -369,7 +376,7 @@ def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, normed, sm_c
         partials, exact = backward(rounded, rope), to_float32(rounded).reshape(B * T, QKV)
         slot, largest = fp8.slot("qkv", 1, "dout"), np.abs(exact).max()
         fp8.state.scales[slot] = scale = 2.0 ** np.floor(np.log2(highest / largest))
-        got = Quantized(bytes_on_gpu((B * T, QKV)), None, fp8.noted("qkv", 1, "dout"))
+        got = Quantized(bytes_on_gpu((B * T, QKV)), None, fp8.scaling("qkv", 1, "dout"))
         assert backward(got, rope).tobytes() == partials.tobytes()
         numbers, expected = decode_e4m3(in_natural_order(got)[0]), np.clip(exact * scale, -LARGEST, LARGEST)
         step = np.ldexp(1.0, np.maximum(np.frexp(expected * (1 + 2.0**-8))[1], -5) - 4)

@@ -16,6 +16,13 @@ def test_a_cpu_run_loads_nothing_of_a_gpu():
     assert "llmc/loop.py" in loaded and "llmc/loop.py" in closure("train_gpt2_cuda.py")
 
 
+def test_a_bfloat16_run_on_one_gpu_loads_nothing_of_8_bits_of_several_gpus_or_of_text():
+    """But within functions, which other runs call."""
+    loaded = closure("train_gpt2_cuda.py")
+    assert not [path for path in loaded if re.search("/several/|/fp8|/decoder", path)]
+    assert "llmc/gpu/messages.py" in loaded
+
+
 @pytest.mark.parametrize("path", [path for path in files("dev/*.py") if "/kernels/" not in path])
 def test_a_program_s_imports_exist(path):
     importlib.import_module(Path(path).stem)

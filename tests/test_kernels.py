@@ -74,7 +74,7 @@ def compile_file(file, arch):
 def cases_to_compile(arch, precision):
     """(architecture, layer, config) of each file that a test compiles."""
     with_gradients = "encoder", "matmul", "column_sums", "update"  # whose code depends on the gradients' dtype
-    layers = with_gradients if precision.float32_grads else cuda.GPT2.KERNELS
+    layers = with_gradients if precision.float32_grads else cuda.GPT2.LAYERS
     cases = [(layer, MODELS[0]) for layer in layers if layer != "matmul" or hopper_matmul(precision, arch)]
     if arch == "sm_90a":  # of matmuls and attention, only the size of a head matters, the same here
         cases += [(layer, MODELS[2]) for layer, _ in cases if layer not in ("matmul", "attention")]
@@ -184,7 +184,7 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, confi
     trainer = Trainer(architecture, config, settings, matmul, allocate(architecture.parameter_table(config)))
     batch = np.ones((2, 3, T), np.int32)
     trainer.compute_gradients(*batch)
-    assert not precision.fp8 or trainer.fp8.updates == 1, "it has found scales"
+    assert not precision.fp8 or trainer.linears.fp8.updates == 1, "it has found scales"
     trainer.prepare()
     fake_gpu.launches.clear()
     reported = trainer.end_step(trainer.begin_step([batch, batch], 1e-3))
@@ -549,7 +549,7 @@ def test_add_gradients(gpu, ranks, precision):
         control.view(np.float32)[7] = 1.0  # grad_scale
         for batch in range(3):
             received = np.full(shares.received_size(), np.nan, grads.dtype)
-            for piece in shares.pieces(rank):
+            for piece in shares.parts_of(rank):
                 arrived = grads[batch, :, piece.begin : piece.begin + piece.size]
                 received[piece.received : piece.received + arrived.size] = arrived.reshape(-1)
             received = on_gpu(received, dtype=precision.grads)

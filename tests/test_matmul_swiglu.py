@@ -10,7 +10,7 @@ import pytest
 
 from conftest import on_stream
 from llmc.gpu.device import Device, open_gpu, to_float32
-from llmc.gpu.geometry import blocks, hopper_matmul, kernel_files, launch_geometry, pack
+from llmc.gpu.geometry import Has, blocks, hopper_matmul, kernel_files, launch_geometry, pack
 from llmc.gpu.matmul import Linear, Matmul
 from llmc.gpu.precision import Precision
 from test_kernels import SUMS, assert_close, compile_file, on_gpu, random, unwritten, wide
@@ -28,7 +28,8 @@ def model(C=64, F=96, NH=4, NKV=2, HS=16):
 
 def files_of(layers, config, precision, arch, normed=False):
     """The KernelFile of each layer. normed: queries and keys are, as in a speed run."""
-    page = SimpleNamespace(KERNELS=layers, CONSTANTS=Speedrun.CONSTANTS if normed else {})
+    has = Has(qknorm="qknorm" in layers)
+    page = SimpleNamespace(HAS=has, LAYERS=layers, CONSTANTS=Speedrun.CONSTANTS if normed else {})
     files = kernel_files(page, config, precision, arch)
     return [files[layer] for layer in layers]
 

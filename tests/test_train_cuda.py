@@ -17,17 +17,23 @@ import pytest
 
 import llmc.gpu.cublaslt
 import llmc.gpu.saver
+import llmc.gpu.trainer
 import llmc.progress
 import train_gpt2_cuda as cuda
 import train_llama3
+import train_llama3_cuda
 import train_speedrun
+import train_speedrun_cuda
 from conftest import (GPT2_124M, ROOT, assert_one_line_error, optimizer_of, random_params, remove_after, run_program)
 from llmc.checkpoint import owned_by_one, read_model, read_optimizer_state, write_model
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import cp
 from llmc.errors import UserError
 from llmc.gpu.geometry import check_sizes, launch_geometry
-from llmc.gpu.trainer import RESERVE, Trainer, check_memory, memory_plan, open_trainer
+from llmc.gpu.messages import Messages
+from llmc.gpu.plan import RESERVE, check_memory, memory_plan
+from llmc.gpu.precision import PART
+from llmc.gpu.trainer import Trainer, open_trainer
 from llmc.llmc_lines import LlmcCudaLines
 from llmc.loop import Update
 from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint
@@ -139,6 +145,53 @@ def test_a_run_on_a_fake_gpu(fake_gpu, heads, run_here, dtype, recompute):
     assert steps[0] == steps[1] and steps[0][0][0] == "copy_batch"
     assert "resuming at step 2 from run" in done.stdout and done.stderr == ""
     assert complete_checkpoints("run") == [4]
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "fp8", "float32"))
+def test_all_that_is_large_is_in_the_plan(fake_gpu, dtype):
+    """What is printed and checked is what is allocated, but for tables of less than 64 KiB."""
+    sizes, zeros = [], fake_gpu.cp.zeros
+    fake_gpu.cp.zeros = fake_gpu.cp.empty = lambda shape, dtype: sizes.append(zeros(shape, dtype)) or sizes[-1]
+    settings = cuda.resolve_auto(cuda.CudaSettings(B=2, T=48, dtype=dtype), "sm_90a")
+    trainer = open_trainer(cuda.GPT2, fake_gpu.gpu, HOOKED[0][1], random_params(HOOKED[0][1]), settings)
+    large = sorted(array.nbytes for array in sizes if array.nbytes >= 64 << 10)
+    rounding = [4 * PART] * (dtype != "float32")  # room of copy_weights, free again
+    planned = [block.bytes for block in trainer.plan.values() if block.bytes >= 64 << 10]
+    assert large == sorted(planned + rounding)
+
+
+class HeardMessages(Messages):
+    """What the page tells other GPUs."""
+
+    def __init__(self):
+        self.heard = []
+
+    def layer_begins(self, l):
+        self.heard.append(("begins", l))
+
+    def gradient_done(self, name, l=None, event=None):
+        self.heard.append((name, l))
+
+
+HOOKED = ((cuda.GPT2, Config(64, 257, 3, 2, 128, 384)),
+          (train_llama3_cuda.Llama3, train_llama3.Config(64, 257, 3, 2, 1, 128, 384, 256, 64, tied=0)),
+          (train_speedrun_cuda.Speedrun, train_speedrun.Config(64, 257, 3, 2, 128, 384)))
+
+
+@pytest.mark.parametrize("architecture, config", HOOKED, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize("dtype", ("bfloat16", "fp8", "float32"))
+def test_hooks_are_called_for_each_layer_and_each_gradient(fake_gpu, architecture, config, dtype, monkeypatch):
+    """Layers forward; then, as they are computed, an untied classifier's gradient, each matrix's of each layer, last
+    to first, and the rest's."""
+    monkeypatch.setattr(llmc.gpu.trainer, "Messages", HeardMessages)
+    settings = architecture.resolve_auto(architecture.Settings(B=2, T=48, dtype=dtype), "sm_90a")
+    trainer = open_trainer(architecture, fake_gpu.gpu, config, random_params(config), settings)
+    trainer.prepare()
+    trainer.messages.heard.clear()
+    trainer.model.train_step(trainer)
+    head = [("lm_head", None)] * ("lm_head" in trainer.params.table)
+    matrices = [(name, l) for l in (2, 1, 0) for name in ("fcprojw", "fcw", "attprojw", "qkvw")]
+    assert trainer.messages.heard == [("begins", l) for l in range(3)] + head + matrices + [("rest", None)]
 
 
 def test_steps_go_on_while_a_checkpoint_is_written(fake_gpu, heads, run_here, at_call):
@@ -422,7 +475,7 @@ def test_recomputation_is_named_where_it_helps(fake_gpu):
 
     def needed(**changed):
         plan = memory_plan(cuda.GPT2, GPT2_124M, dataclasses.replace(settings, **changed), h100)
-        return sum(size for size, _ in plan)
+        return sum(block.bytes for block in plan.values())
 
     def check(free, words, **changed):
         fake_gpu.free = free + RESERVE

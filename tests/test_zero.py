@@ -31,8 +31,10 @@ from llmc.shuffle import Position
 from llmc.single_process import LAUNCHERS
 from llmc.tensors import Row, allocate, flat
 from llmc.gpu.several.ranks import LOST, Ranks
-from llmc.gpu.several.zero import Nccl, OwnedShare, matrix_parts
-from llmc.gpu.shares import PARTS, UPDATE_CHUNK, Shares
+from llmc.gpu.several.nccl import Nccl
+from llmc.gpu.several.zero import matrix_parts
+from llmc.gpu.saver import OwnedShare
+from llmc.gpu.shares import CUTS, UPDATE_CHUNK, Shares
 from train_speedrun_cuda import Muon
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -113,10 +115,10 @@ def test_every_element_has_one_owner(table):
         for rank in range(ranks):
             chunks, _, total = shares.chunks(rank)
             local, found = np.full((2, shares.size), -1)
-            for piece in shares.pieces(rank):
-                local[piece.begin : piece.begin + piece.size] = piece.local + np.arange(piece.size)
-                owners[piece.begin : piece.begin + piece.size] += 1
-                assert arrives.setdefault(piece.segment, piece.received) == piece.received
+            for part in shares.parts_of(rank):
+                local[part.begin : part.begin + part.size] = part.local + np.arange(part.size)
+                owners[part.begin : part.begin + part.size] += 1
+                assert arrives.setdefault(part.segment, part.received) == part.received
             assert sorted(local[local >= 0]) == list(range(shares.share_size(rank)))
             for chunk in chunks:
                 assert 0 < chunk["count"] <= UPDATE_CHUNK
@@ -128,7 +130,7 @@ def test_every_element_has_one_owner(table):
             assert shares.share_size(rank) <= shares.share_size(ranks - 1)
             indices += chunks["index"].tolist()
         assert (owners == 1).all() and sorted(indices) == list(range(total))
-        if PARTS % ranks == 0:
+        if CUTS % ranks == 0:
             same = np.sort(np.concatenate([shares.chunks(rank)[0] for rank in range(ranks)]), order="flat")
             assert same[fields].tolist() == np.sort(alone, order="flat")[fields].tolist()
 
@@ -143,12 +145,12 @@ def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(ctypes, "CDLL", Mock())
     ranks = SimpleNamespace(is_first=True, rank=0, size=2, gather=lambda value: [value, None])
-    peers, array, stream = Nccl(ranks, 64), np.zeros(2, np.int32).view(Array), SimpleNamespace(ptr=0)
-    for call in (lambda: peers.exchange([], [], stream), lambda: peers.add_up(array, array, stream),
-                 lambda: peers.all_to_all(array, array, stream), lambda: peers.all_gather(array, stream),
-                 lambda: peers.allocate(8)):
+    nccl_here, array, stream = Nccl(ranks, 64), np.zeros(2, np.int32).view(Array), SimpleNamespace(ptr=0)
+    for call in (lambda: nccl_here.exchange([], [], stream), lambda: nccl_here.add_up(array, array, stream),
+                 lambda: nccl_here.all_to_all(array, array, stream), lambda: nccl_here.all_gather(array, stream),
+                 lambda: nccl_here.allocate(8)):
         pytest.raises(UserError, call).match(r"NCCL cannot connect the GPUs \(unhandled cuda error\)")
-    wait = SimpleNamespace(peers=peers), SimpleNamespace(ptr=0, synchronize=lambda: None)
+    wait = SimpleNamespace(nccl=nccl_here), SimpleNamespace(ptr=0, synchronize=lambda: None)
     Trainer.wait(*wait)
     fake_gpu.cp.cuda.runtime.eventQuery = lambda ptr: NOT_READY
     pytest.raises(UserError, Trainer.wait, *wait).match(r"NCCL lost another GPU \(unhandled cuda error\)")
@@ -360,8 +362,8 @@ def test_matrices_travel_to_one_rank_each_and_back(ranks):
     flat_buffer = np.random.default_rng(0).standard_normal(shares.size)
     for stack in Muon.stacks(shares.table):
         parts = [matrix_parts(shares, stack, rank) for rank in range(ranks)]
-        local = [np.concatenate([flat_buffer[piece.begin : piece.begin + piece.size]
-                                 for piece in stack.pieces(shares, rank)]) for rank in range(ranks)]
+        local = [np.concatenate([flat_buffer[part.begin : part.begin + part.size]
+                                 for part in stack.parts_of(shares, rank)]) for rank in range(ranks)]
         whole = []
         for owner, (_, here) in enumerate(parts):
             messages = {source: [local[source][part] for to, part in there if to == owner]

@@ -12,9 +12,10 @@
 //
 // In the producer warpgroup, one thread issues TMA loads, a few tiles ahead, across item boundaries, too. Each consumer
 // warpgroup has 64 of the item's rows. S, P, dP and dS exist only in its registers. Nothing has to be transposed: wgmma
-// reads keys K-major for S = Q K^T, and values MN-major for O += P V. A consumer issues a wgmma and waits for it later,
-// so that the tensor cores have work during the softmax (P_i, of S_i); the other one fills the gaps. (So it is written.
-// ptxas, CUDA 13.0, moves the exps of P_i behind the wait for O, which is faster by 12 percent: dev/attention.md.)
+// reads keys K-major for S = Q K^T, and values MN-major for O += P V. A consumer issues a wgmma, does the softmax (P_i,
+// of S_i) meanwhile, and then waits for the wgmma: the tensor cores have work in the meantime. The other consumer fills
+// the gaps. (In what ptxas of CUDA 13.0 makes of it, the exps of P_i come after the wait for O. That is faster by 12
+// percent: dev/attention.md.)
 //
 //     tensor cores   S_0 |     | S_1, O += P_0 V_0 | S_2, O += P_1 V_1 | ... | O += P_n V_n
 //     other units        | P_0 |     P_1           |     P_2           | ... |

@@ -35,22 +35,28 @@ def batch_table(B, T, micro_steps):
 
 
 def sort_tokens(order, piece_begins, piece_tokens, inp):
-    """Sort the positions of inp (B,T) by token, on the host, so that encoder_backward adds rows in a fixed order.
+    """Sort the positions of inp (B,T) by token, on the host, so that encoder_backward adds rows in
+    a fixed order.
 
-    order (N,) = the positions b*T+t, grouped by token, ascending in each group. Tokens with more than ENCODER_PIECE
-    positions come first: their groups are cut into pieces of at most ENCODER_PIECE. Every other group is one piece.
-    piece_begins (N+1,) = where in `order` each piece begins, then N up to the end. piece_tokens (N,) = the token of
-    each piece, or ~token if its group is cut, then 0 up to the end. All int32.
-    """
+    order (N,) = the positions b*T+t, grouped by token, ascending in each group. Tokens with more
+    than ENCODER_PIECE positions come first: their groups are cut into pieces of at most
+    ENCODER_PIECE. Every other group is one piece. piece_begins (N+1,) = where in `order` each piece
+    begins, then N up to the end. piece_tokens (N,) = the token of each piece, or ~token if its
+    group is cut, then 0 up to the end. All int32."""
     inp = inp.reshape(-1)
-    whole = np.bincount(inp)[inp] <= ENCODER_PIECE  # for each position: whether its token's group is one piece
-    halves = (inp.astype(np.uint16), (inp >> 16).astype(np.uint16))[: 1 + (inp.max() >= 65536)]  # 16 bits: a radix sort
+    # for each position: whether its token's group is one piece
+    whole = np.bincount(inp)[inp] <= ENCODER_PIECE
+    # 16 bits: a radix sort
+    halves = (inp.astype(np.uint16), (inp >> 16).astype(np.uint16))[: 1 + (inp.max() >= 65536)]
     order[:] = np.lexsort((*halves, whole))
     ordered = inp[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=-1))
     counts = np.diff(starts, append=inp.size)
-    number = np.arange(inp.size) - np.repeat(starts, counts)  # each position's index in its token's group
+    # each position's index in its token's group
+    number = np.arange(inp.size) - np.repeat(starts, counts)
     begins = np.flatnonzero(number % ENCODER_PIECE == 0)
     tokens = ordered[begins]
-    piece_begins[: begins.size], piece_begins[begins.size :] = begins, inp.size
-    piece_tokens[: begins.size], piece_tokens[begins.size :] = np.where(whole[order[begins]], tokens, ~tokens), 0
+    piece_begins[: begins.size] = begins
+    piece_begins[begins.size :] = inp.size
+    piece_tokens[: begins.size] = np.where(whole[order[begins]], tokens, ~tokens)
+    piece_tokens[begins.size :] = 0

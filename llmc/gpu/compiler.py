@@ -1,4 +1,5 @@
-"""Compiling kernels, which needs no GPU, and the cache that keeps them from one start to the next."""
+"""Compiling kernels, which needs no GPU, and the cache that keeps them from one start to the
+next."""
 
 import contextlib
 import hashlib
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from llmc.errors import UserError
 from llmc.files import replacing
 
-KERNEL_DIRECTORY = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "kernels")
+KERNEL_DIRECTORY = str(Path(__file__).absolute().parents[2] / "kernels")
 INSTEAD = "with no GPU, train with: python train_gpt2.py (or train_llama3.py, train_speedrun.py)"
 IMPORTING = threading.Lock()  # without it, a second thread can find cuda.core half imported
 
@@ -41,22 +42,26 @@ def cache_directory():
         os.makedirs(path, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        raise UserError(f"{path}: cannot be written, for compiled kernels ({error.strerror}): TRAIN_GPT2_CACHE=DIR"
-                        " names another directory") from None
+        raise UserError(f"{path}: cannot be written, for compiled kernels ({error.strerror}):"
+                        " TRAIN_GPT2_CACHE=DIR names another directory") from None
     return path
 
 
 def compile_kernels(name, arch, constants):
-    """kernels/<name>.cu -> the bytes of a cubin for `arch` (like sm_90a); raises UserError with the first error."""
+    """kernels/<name>.cu -> the bytes of a cubin for `arch` (like sm_90a); raises UserError with the
+    first error."""
     path = os.path.join(KERNEL_DIRECTORY, f"{name}.cu")
     source = Path(path).read_text()
     try:
         with IMPORTING:  # here: slow to import, and not needed if the cache has all
             from cuda.core import Program, ProgramOptions
             from cuda.pathfinder import find_nvidia_header_directory
-        headers = KERNEL_DIRECTORY, find_nvidia_header_directory("cudart")  # or None: NVRTC says which one is missing
-        options = ProgramOptions(name=path, arch=arch, std="c++17", include_path=[*filter(None, headers)],
-                                 define_macro=[(key, str(value)) for key, value in constants.items()] or None,
+        # or None: NVRTC says which one is missing
+        headers = KERNEL_DIRECTORY, find_nvidia_header_directory("cudart")
+        macros = [(key, str(value)) for key, value in constants.items()]
+        options = ProgramOptions(name=path, arch=arch, std="c++17",
+                                 include_path=[*filter(None, headers)],
+                                 define_macro=macros or None,
                                  split_compile=0)  # a file's kernels on all cores
         return bytes(Program(source, "c++", options).compile("cubin").code)
     except ImportError as error:
@@ -64,10 +69,12 @@ def compile_kernels(name, arch, constants):
                         f" requirements-gpu.txt; {INSTEAD}") from None
     except Exception as error:  # cuda.core has an exception class for each way to fail
         lines = str(error).splitlines()
-        for package, sign in (("nvidia-cuda-nvrtc", "libnvrtc"), ("nvidia-cuda-runtime", 'open source file "cuda_')):
+        for package, sign in (("nvidia-cuda-nvrtc", "libnvrtc"),
+                              ("nvidia-cuda-runtime", 'open source file "cuda_')):
             if sign in str(error):
-                raise UserError(f"the Python package {package} is missing, without which {path} does not compile: pip"
-                                f" install -r requirements-gpu.txt; {INSTEAD}") from None
+                raise UserError(f"the Python package {package} is missing, without which {path}"
+                                " does not compile: pip install -r"
+                                f" requirements-gpu.txt; {INSTEAD}") from None
         errors = (line for line in lines if "error" in line and "NVRTC_ERROR" not in line)
         first = next(errors, lines[0] if lines else repr(error))
         raise UserError(f"{path} does not compile for {arch}: {first.strip()}") from None
@@ -81,17 +88,27 @@ def compiler_version():
 
 
 def prepare_kernels(arch, files):
-    """Compile the files that the cache lacks, several at once; return the cubins' paths, and how many were compiled."""
-    directory, sources, version = cache_directory(), Path(KERNEL_DIRECTORY), compiler_version()
+    """Compile the files that the cache lacks, several at once; return the cubins' paths, and how
+    many were compiled."""
+    directory = cache_directory()
+    version = compiler_version()
+    sources = Path(KERNEL_DIRECTORY)
     headers = [path.read_text() for path in sorted(sources.rglob("*.cuh"))]
-    keys = ["\n".join([version, arch, json.dumps(file.constants), (sources / f"{file.name}.cu").read_text(), *headers])
-            for file in files]  # what a cubin depends on
-    paths = [os.path.join(directory, f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin") for key in keys]
+
+    def key_of(file):
+        """What a cubin depends on."""
+        source = (sources / f"{file.name}.cu").read_text()
+        return "\n".join([version, arch, json.dumps(file.constants), source, *headers])
+
+    keys = map(key_of, files)
+    paths = [os.path.join(directory, f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin")
+             for key in keys]
     missing = [(path, file) for path, file in zip(paths, files) if not os.path.exists(path)]
 
     def build(path, file):
-        cubin, own = compile_kernels(file.name, arch, file.constants), f"{path}.{os.getpid()}"
-        with replacing(own) as f:  # another process may be making the same file
+        cubin = compile_kernels(file.name, arch, file.constants)
+        own = f"{path}.{os.getpid()}"  # another process may be making the same file
+        with replacing(own) as f:
             f.write(cubin)
         os.replace(own, path)
 

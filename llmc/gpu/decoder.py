@@ -1,31 +1,29 @@
-"""Text on a GPU: forward passes over T new positions of each of B sequences, with a KV cache, and sampling.
+"""Text on a GPU: forward passes over T new positions of each of B sequences, with a KV cache, and
+sampling.
 
-It knows the cache and sampling, but no layer: an architecture is a class like GPT2 of train_gpt2_cuda.py, which has,
-beside parameter_table, KERNELS and CONSTANTS,
-
-    cache_table(config, B, T, dtype)    name -> Row of the KV cache, keys and values (L,B,NKV,T,HS)
-    decode_table(config, N, dtype)      name -> Row of what a pass over N rows needs beside it, see Decoder.tables
-    decode_layers(decoder, B, T)        launches all but the classifier: decoder.acts.tokens (B,T) -> the classifier's
-                                        input, its first arguments, as a tuple with `normed`, its weight (Vp,C) and its
-                                        bias (Vp,) or None
-    decode_constants(config, T)         name -> array, for T positions, which decoder.constants has on the GPU
-
-The page has the launches of its layers, too, which use decode_matmul and launch_decode.
-"""
+Of an architecture, a class like GPT2 of train_gpt2_cuda.py, it uses parameter_table, HAS, CONSTANTS
+and rope. decode_layers is one for all of them: a bias, position embedding or norm that the
+parameters lack is None to a kernel."""
 
 import math
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
 from llmc.errors import UserError
 from llmc.gpu.compiler import KernelFile
 from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, pointer
-from llmc.gpu.geometry import WARP, blocks, check_sizes, kernel_files, launch_geometry, model_constants
-from llmc.gpu.matmul import ALIGN
+from llmc.gpu.geometry import (WARP, blocks, check_sizes, kernel_files, launch_geometry,
+                               model_constants)
+from llmc.gpu.memory import Block
 from llmc.gpu.precision import Precision, copy_weights, resolve_dtype
 from llmc.sampler import check_diverged
-from llmc.tensors import Row, allocate, layer, table_bytes, views
+from llmc.tensors import Row, allocate, layer
+
+# --------------------------------------------------------------------------------------------------
+# files and their geometry
+
 
 DECODE = {  # file -> its kernels
     "decode/layers": ("decode_embed", "decode_layernorm"),
@@ -36,117 +34,287 @@ DECODE = {  # file -> its kernels
 
 
 def decode_files(architecture, config, precision, geometry, shared):
-    """The KernelFiles of text generation. geometry: gets their numbers, too; shared: see decode_geometry."""
+    """The KernelFiles of text generation. geometry: gets their numbers, too; shared: see
+    decode_geometry."""
     numbers = decode_geometry(architecture, config, precision, shared)
     vars(geometry).update(numbers)
     constants = model_constants(config, precision) | architecture.CONSTANTS | numbers
     sizes = {"decode/matmul": dict.fromkeys(DECODE["decode/matmul"], geometry.DECODE_SHARED)}
-    return [KernelFile(name, kernels, constants, sizes.get(name, {})) for name, kernels in DECODE.items()]
+    return [KernelFile(name, kernels, constants, sizes.get(name, {}))
+            for name, kernels in DECODE.items()]
 
 
 def decode_geometry(architecture, config, precision, shared):
-    """{constant: number} of kernels/decode/; raises UserError if `shared`, the bytes of shared memory that a block can
-    have, is too small.
+    """{constant: number} of kernels/decode/; raises UserError if `shared`, the bytes of shared
+    memory that a block can have, is too small.
 
-    A matmul has tiles of ROWS rows of the weight, up to STAGES of them at a time, and of X_ROWS rows of the other
-    operand, x; and BLOCKS on a multiprocessor. FEW: up to this many rows of x, it does the layernorm itself. ROW_BYTES:
-    of a row in shared memory. ATT_PARTS, FC_PARTS: into which attproj's and fcproj's sums are cut, WIDTH elements each.
-    In attention, ROW_LANES lanes read a head's row, 16 bytes each; a block works on SPLIT positions at a time, 8 for
-    each group of lanes. SHARED: bytes that a block may use. RMS, ROPE, SWIGLU: whether the model has them.
-    """
-    warps, size = 8, 2 if precision.bf16 else 4
-    row, lanes = config.C * size, 1 << (blocks(config.HS * size, 16) - 1).bit_length()
+    A matmul has tiles of ROWS rows of the weight, up to STAGES of them at a time, and of X_ROWS
+    rows of the other operand, x; and BLOCKS on a multiprocessor. FEW: up to this many rows of x, it
+    does the layernorm itself. ROW_BYTES: of a row in shared memory. ATT_PARTS, FC_PARTS: into which
+    attproj's and fcproj's sums are cut, WIDTH elements each. In attention, ROW_LANES lanes read a
+    head's row, 16 bytes each; a block works on SPLIT positions at a time, 8 for each group of
+    lanes. SHARED: bytes that a block may use. RMS, ROPE, SWIGLU: whether the model has them."""
+    has = architecture.HAS
+    size = 2 if precision.bf16 else 4
+    row = config.C * size  # bytes
+    warps = 8
+    lanes = 1 << (blocks(config.HS * size, 16) - 1).bit_length()
     att_parts, att_width = inner_parts(config.NH * config.HS, config.C, size)
     fc_parts, fc_width = inner_parts(config.F, config.C, size)
     geometry = SimpleNamespace(
-        DECODE_RMS=int("rmsnorm" in architecture.KERNELS), DECODE_EPS=getattr(config, "eps", 1e-5),
-        DECODE_ROPE=int("wpe" not in architecture.parameter_table(config)),
-        DECODE_SWIGLU=int("swiglu" in architecture.KERNELS),
-        DECODE_ATT_PARTS=att_parts, DECODE_ATT_WIDTH=att_width, DECODE_FC_PARTS=fc_parts, DECODE_FC_WIDTH=fc_width,
-        DECODE_WARPS=warps, DECODE_X_ROWS=16, DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: no bank conflicts
-        DECODE_FEW=4 if precision.bf16 else 1, DECODE_BLOCKS=2, DECODE_STAGES=4,
-        DECODE_ROW_LANES=lanes, DECODE_SPLIT=8 * warps * WARP // lanes, DECODE_SAMPLE_THREADS=1024,
-        DECODE_SHARED=shared - 2048)  # less what kernels declare and the driver keeps
+        DECODE_RMS=int(has.norm == "rmsnorm"),
+        DECODE_EPS=getattr(config, "eps", 1e-5),
+        DECODE_ROPE=int(has.rope),
+        DECODE_SWIGLU=int(has.activation == "swiglu"),
+        DECODE_ATT_PARTS=att_parts,
+        DECODE_ATT_WIDTH=att_width,
+        DECODE_FC_PARTS=fc_parts,
+        DECODE_FC_WIDTH=fc_width,
+        DECODE_WARPS=warps,
+        DECODE_X_ROWS=16,
+        DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: no bank conflicts
+        DECODE_FEW=4 if precision.bf16 else 1,
+        DECODE_BLOCKS=2,
+        DECODE_STAGES=4,
+        DECODE_ROW_LANES=lanes,
+        DECODE_SPLIT=8 * warps * WARP // lanes,
+        DECODE_SAMPLE_THREADS=1024,
+        DECODE_SHARED=shared - 2048,  # less what kernels declare and the driver keeps
+    )
     for geometry.DECODE_ROWS in (16, 8):
         sizes = (decode_shared(geometry, 1, geometry.DECODE_FEW, True),
                  decode_shared(geometry, 1, geometry.DECODE_X_ROWS, False))
         if max(sizes) <= geometry.DECODE_SHARED and config.C % geometry.DECODE_ROWS == 0:
             return vars(geometry)
-    raise UserError(f"text from a model with C={config.C} needs more shared memory than the {shared} bytes that a block"
-                    " of this GPU can have: train with -s 0, generate with --device cpu")
+    raise UserError(f"text from a model with C={config.C} needs more shared memory than the"
+                    f" {shared} bytes that a block of this GPU can have: train with -s 0, generate"
+                    " with --device cpu")
 
 
 def inner_parts(IC, C, size):
-    """(parts, width): a sum over IC elements of `size` bytes is cut into so many parts of `width` elements, C at most;
-    the last one may be shorter. Where C allows it, they begin at multiples of 64 bytes."""
-    parts, unit = blocks(IC, C), math.gcd(C, 64 // size)
+    """(parts, width): a sum over IC elements of `size` bytes is cut into so many parts of `width`
+    elements, C at most; the last one may be shorter. Where C allows it, they begin at multiples of
+    64 bytes."""
+    parts = blocks(IC, C)
+    unit = math.gcd(C, 64 // size)
     return parts, unit * blocks(IC, parts * unit)
 
 
 def decode_shared(geometry, stages, N, normalizes):
-    """Bytes of shared memory of a matmul's block: tiles of the weight, its warps' sums for N rows of x, and these rows,
-    if it normalizes them."""
+    """Bytes of shared memory of a matmul's block: tiles of the weight, its warps' sums for N rows
+    of x, and these rows, if it normalizes them."""
     g = geometry
     sums = min(stages, 2) * 4 * g.DECODE_WARPS * min(N, g.DECODE_X_ROWS) * g.DECODE_ROWS
     return stages * g.DECODE_ROWS * g.DECODE_ROW_BYTES + sums + normalizes * N * g.DECODE_ROW_BYTES
 
 
+# --------------------------------------------------------------------------------------------------
+# launches of kernels/decode/, in the order of step.cuh
+
+
 def launch_decode(device, name, grid, *arguments, shared=None):
     """Launch a kernel of kernels/decode/ that uses programmatic dependent launch."""
-    device.launch(name, grid, (WARP * device.geometry.DECODE_WARPS,), *arguments, shared=shared, early=True)
-
-
-def decode_logits(device, logits, x, weight, bias, B, Vp):
-    """logits (B,Vp) = x @ weight (Vp,C)^T + bias, capped if the model does. x, weight, bias: what decode_layers has
-    returned."""
-    decode_matmul(device, "decode_logits", (logits, *x, weight, bias), B, Vp, normalizes=x.normed is None)
+    device.launch(name, grid, (WARP * device.geometry.DECODE_WARPS,), *arguments, shared=shared,
+                  early=True)
 
 
 def decode_matmul(device, name, arguments, N, OC, parts=1, normalizes=False):
-    """Launch a matmul of N rows with a weight (OC, inner dimension), which is cut into parts of C elements at most.
-    normalizes: it does the layernorm, too."""
+    """Launch a matmul of N rows with a weight (OC, inner dimension), which is cut into parts of C
+    elements at most. normalizes: it does the layernorm, too."""
     g = device.geometry
-    shared = {stages: decode_shared(g, stages, N, normalizes) for stages in range(1, g.DECODE_STAGES + 1)}
-    resident = {stages: min(g.DECODE_BLOCKS, g.DECODE_SHARED // size) for stages, size in shared.items()}
-    tiles, groups = OC // g.DECODE_ROWS, blocks(N, g.DECODE_X_ROWS)
+    shared = {stages: decode_shared(g, stages, N, normalizes)
+              for stages in range(1, g.DECODE_STAGES + 1)}
+    resident = {stages: min(g.DECODE_BLOCKS, g.DECODE_SHARED // size)
+                for stages, size in shared.items()}
+
+    tiles = OC // g.DECODE_ROWS
+    groups = blocks(N, g.DECODE_X_ROWS)
     grid = min(tiles, max(1, device.sm_count * resident[1] // (groups * parts)))
     if groups > 1:
-        grid = blocks(tiles, blocks(tiles, grid))  # equally many tiles each: fewer blocks, which read x less often
-    stages = max(n for n in shared if n == 1 or n <= blocks(tiles, grid) and resident[n] == resident[1])
+        # equally many tiles each: fewer blocks, which read x less often
+        grid = blocks(tiles, blocks(tiles, grid))
+
+    stages = max(n for n in shared
+                 if n == 1 or n <= blocks(tiles, grid) and resident[n] == resident[1])
     launch_decode(device, name, (groups, grid, parts), *arguments, N, stages, shared=shared[stages])
 
 
+class Normed(NamedTuple):
+    """A matmul's input: the norm of the new residual stream, inp + branch_bias + parts of branches
+    (.,N,C). Kernels take the fields as arguments, in this order."""
+
+    residual: object
+    inp: object
+    branches: object
+    branch_bias: object
+    normed: object  # made by decode_layernorm; None: the matmul does it
+    weight: object
+    bias: object
+
+
+def decode_embed(device, residual, branches, tokens, wte, wpe, weight, control, B, T):
+    """residual (B,T,C) = wte[tokens] + wpe or, with a weight (C,), its RMSNorm; branches (fcproj's
+    parts,B,T,C) = 0. tokens (B,T) int32; the first position is control's, here and below."""
+    launch_decode(device, "decode_embed", (B * T,), residual, branches, tokens, wte, wpe, weight,
+                  control, T)
+
+
+def decode_layernorm(device, x, parts, N):
+    """x.residual (N,C) = x.inp (N,C) + x.branch_bias (C,) + x.branches (parts,N,C); x.normed (N,C)
+    = its norm. Returns the Normed for the next matmul, which does all this itself where N is
+    small."""
+    if N <= device.geometry.DECODE_FEW:
+        return x._replace(normed=None)
+    launch_decode(device, "decode_layernorm", (N,), x.normed, x.residual, x.inp, x.branches,
+                  x.branch_bias, x.weight, x.bias, parts)
+    return x
+
+
+def decode_qkv(device, query, keys, values, x, weight, bias, rope, control, B, T, OC):
+    """query (B,T,Q) = and, in keys and values (B,NKV,maxT,HS), their positions =: x @ weight
+    (OC,C)^T + bias, rotated by rope (maxT,HS/2,2), if there is one."""
+    arguments = query, keys, values, *x, weight, bias, rope, control, keys.shape[2], T
+    decode_matmul(device, "decode_qkv", arguments, B * T, OC, normalizes=x.normed is None)
+
+
+def decode_attention(device, atty, parts, arrived, query, keys, values, control, B, T, NH):
+    """atty (B,T,Q) = attention of query (B,T,Q) to all positions so far, QK-normed if the model
+    does. arrived: 0 before and after."""
+    splits = min(parts.shape[2], blocks(2 * device.sm_count, B * T * NH))
+    launch_decode(device, "decode_attention", (NH, splits, B * T), atty, parts, arrived, query,
+                  keys, values, control, keys.shape[2], T)
+
+
+def decode_project(device, branches, inp, weight, parts, width, N, C, IC):
+    """branches (parts,N,C) = inp (N,IC) @ weight (C,IC)^T, the sum over each `width` of IC
+    apart."""
+    decode_matmul(device, "decode_project", (branches, inp, weight, IC, width), N, C, parts=parts)
+
+
+def decode_fc(device, act, x, weight, bias, N, OC):
+    """act (N,F) = the model's activation function of x @ weight (OC,C)^T + bias."""
+    decode_matmul(device, "decode_fc", (act, *x, weight, bias), N, OC, normalizes=x.normed is None)
+
+
+def decode_logits(device, logits, x, weight, bias, B, Vp):
+    """logits (B,Vp) = x @ weight (Vp,C)^T + bias, capped if the model does. x, weight, bias: what
+    decode_layers has returned."""
+    decode_matmul(device, "decode_logits", (logits, *x, weight, bias), B, Vp,
+                  normalizes=x.normed is None)
+
+
 def decode_sample(device, tokens, randoms, control, drawn, logprobs, logits, B):
-    """tokens (B,) = the next ones, drawn with randoms (B,) and control's Choice; they also go, with their
-    log-probabilities, to the host: the step's row of drawn and logprobs (ring,B). control: position and step += 1."""
-    device.launch("decode_sample", (B,), (device.geometry.DECODE_SAMPLE_THREADS,), tokens, randoms, control,
-                  pointer(drawn), pointer(logprobs), logits, len(drawn), early=True)
+    """tokens (B,) = the next ones, drawn with randoms (B,) and control's Choice; they also go, with
+    their log-probabilities, to the host: the step's row of drawn and logprobs (ring,B). control:
+    position and step += 1."""
+    device.launch("decode_sample", (B,), (device.geometry.DECODE_SAMPLE_THREADS,), tokens, randoms,
+                  control, pointer(drawn), pointer(logprobs), logits, len(drawn), early=True)
 
 
-TEXT_CONTROL = np.dtype([("position", "i4"), ("step", "i4"), ("arrived", "i4"), ("top_k", "i4"), ("temperature", "f4"),
-                         ("top_p", "f4")])  # struct Control of step.cuh
+# --------------------------------------------------------------------------------------------------
+# a pass over all layers
+
+
+OPTIONAL = ("wpe", "ln0w", "ln1b", "qkvb", "attprojb", "ln2b", "fcb", "fcprojb", "lnfb", "lm_head",
+            "lm_headb")
+
+
+def with_optional(tensors):
+    """Parameters by name; those of OPTIONAL that the architecture lacks are None."""
+    return SimpleNamespace(**dict.fromkeys(OPTIONAL) | vars(tensors))
+
+
+def decode_table(architecture, config, N, dtype):
+    """name -> Row of what a pass over N rows, B*T, needs beside the cache."""
+    C, Q, F = config.C, config.NH * config.HS, config.F
+    table = {
+        "residual": Row((2, N, C)),  # ping-pong buffers: one is made from the other and `branches`
+        # of attproj, fcproj: the parts of their sums
+        "branches": Row((blocks(max(Q, F), C), N, C)),
+        "normed": Row((N, C), dtype),
+        "query": Row((N, Q), dtype),  # rotated
+        "atty": Row((N, Q), dtype),
+        "fch_act": Row((N, F), dtype),  # after the activation function
+    }
+    if "fcprojb" in architecture.parameter_table(config):
+        table["zeros"] = Row((C,), dtype)  # in place of fcproj's bias, below the first layer
+    return table
+
+
+def decode_layers(decoder, B, T):
+    """decoder.acts.tokens (B, T), at the next T positions -> the classifier's input, a Normed, its
+    weight and bias."""
+    device, config, params, acts = decoder.device, decoder.config, decoder.params, decoder.acts
+    g = device.geometry
+    C, Q, F = config.C, config.NH * config.HS, config.F
+    N = B * T
+    inp, residual = acts.residual
+
+    def normed(weight, bias, branch_bias, parts):
+        nonlocal inp, residual
+        x = Normed(residual, inp, acts.branches, branch_bias, acts.normed, weight, bias)
+        inp, residual = residual, inp
+        return decode_layernorm(device, x, parts, N)
+
+    decode_embed(device, inp, acts.branches, acts.tokens, params.wte, params.wpe, params.ln0w,
+                 acts.control, B, T)
+    fcprojb_below = getattr(acts, "zeros", None)
+
+    for p, cache in decoder.layers:
+        x = normed(p.ln1w, p.ln1b, fcprojb_below, g.DECODE_FC_PARTS)
+        decode_qkv(device, acts.query, cache.keys, cache.values, x, p.qkvw, p.qkvb, decoder.rope,
+                   acts.control, B, T, len(p.qkvw))
+        decode_attention(device, acts.atty, acts.parts, acts.arrived, acts.query, cache.keys,
+                         cache.values, acts.control, B, T, config.NH)
+        decode_project(device, acts.branches, acts.atty, p.attprojw, g.DECODE_ATT_PARTS,
+                       g.DECODE_ATT_WIDTH, N, C, Q)
+
+        x = normed(p.ln2w, p.ln2b, p.attprojb, g.DECODE_ATT_PARTS)
+        decode_fc(device, acts.fch_act, x, p.fcw, p.fcb, N, len(p.fcw))
+        decode_project(device, acts.branches, acts.fch_act, p.fcprojw, g.DECODE_FC_PARTS,
+                       g.DECODE_FC_WIDTH, N, C, F)
+        fcprojb_below = p.fcprojb
+
+    x = normed(params.lnfw, params.lnfb, fcprojb_below, g.DECODE_FC_PARTS)
+    return x, params.wte if params.lm_head is None else params.lm_head, params.lm_headb
+
+
+# --------------------------------------------------------------------------------------------------
+# text, token by token
+
+
+TEXT_CONTROL = np.dtype([("position", "i4"), ("step", "i4"), ("arrived", "i4"), ("top_k", "i4"),
+                         ("temperature", "f4"), ("top_p", "f4")])  # struct Control of step.cuh
 PROMPT_ROWS = 64  # tokens of prompts in one pass
 
 
 class Decoder:
-    """A model for text on the GPU, as train_gpt2.py's Decoder is in NumPy. A step, from a token to the next one, is one
-    CUDA graph; the host reads its tokens while the next steps run."""
+    """A model for text on the GPU, as train_gpt2.py's Decoder is in NumPy. A step, from a token to
+    the next one, is one CUDA graph; the host reads its tokens while the next steps run."""
 
     AHEAD = 3  # steps in flight while the host waits for one
 
-    def __init__(self, architecture, device, config, params, precision, B, T):
-        """Allocate for B sequences of at most T positions. params: on the GPU; device: with decode_files' kernels."""
-        self.architecture, self.device, self.config, self.params = architecture, device, config, params
+    def __init__(self, architecture, device, config, params, tensors, B, T):
+        """For B sequences of at most T positions. params: Tensors on the GPU; tensors:
+        Decoder.table's, zeroed; device: with decode_files' kernels."""
+        self.device, self.config = device, config
+        self.params = with_optional(params)
         self.B, self.T = B, T
         for name, function in device.functions.items():
-            if name.startswith("decode"):  # the same for all: otherwise two kernels cannot share a multiprocessor
+            # the same for all: otherwise two kernels cannot share a multiprocessor
+            if name.startswith("decode"):
                 function.preferred_shared_memory_carveout = 100
+
+        self.acts = tensors
+        self.cache = SimpleNamespace(keys=tensors.keys, values=tensors.values)  # (L,B,NKV,T,HS)
         with device.stream:
-            self.cache, self.acts = (views(table, cp.zeros(table_bytes(table, ALIGN), np.uint8), ALIGN)
-                                     for table in self.tables(architecture, config, precision, B, T, device.geometry))
-            constants = architecture.decode_constants(config, T)
-            self.constants = SimpleNamespace(**{name: cp.asarray(array) for name, array in constants.items()})
-        self.layers = [(layer(params, l), layer(self.cache, l)) for l in range(config.L)]
+            angles = architecture.rope(config, T)
+            self.rope = None if angles is None else cp.asarray(angles)
+        self.layers = []  # each layer's parameters, and its cache
+        for l in range(config.L):
+            cache = SimpleNamespace(keys=tensors.keys[l], values=tensors.values[l])
+            self.layers.append((with_optional(layer(params, l)), cache))
+
         ring = self.AHEAD + 1
         self.drawn = pinned_array(4 * ring * B).view(np.int32).reshape(ring, B)
         self.logprobs = pinned_array(4 * ring * B).view(np.float32).reshape(ring, B)
@@ -154,13 +322,18 @@ class Decoder:
         self.graph = None
 
     @staticmethod
-    def tables(architecture, config, precision, B, T, geometry):
-        """What is allocated: the KV cache, and what the passes need."""
-        N, NH, HS = max(B, PROMPT_ROWS), config.NH, config.HS
-        return architecture.cache_table(config, B, T, precision.dtype), {
+    def table(architecture, config, precision, B, T, geometry):
+        """name -> Row of the KV cache, and of what the passes need."""
+        N = max(B, PROMPT_ROWS)
+        NH, HS = config.NH, config.HS
+        kept = Row((config.L, B, config.NKV, T, HS), precision.dtype, stacked=True)
+        return {
+            "keys": kept,
+            "values": kept,
             "tokens": Row((N,), "int32"),
-            **architecture.decode_table(config, N, precision.dtype),
-            "parts": Row((N, NH, blocks(T, geometry.DECODE_SPLIT), HS + 4)),  # of attention, for each split
+            **decode_table(architecture, config, N, precision.dtype),
+            # of attention, for each split
+            "parts": Row((N, NH, blocks(T, geometry.DECODE_SPLIT), HS + 4)),
             "arrived": Row((N, NH), "int32"),  # blocks of attention
             "logits": Row((B, config.Vp)),
             "randoms": Row((B,), "uint64"),
@@ -169,15 +342,21 @@ class Decoder:
 
     def draw(self, prompt, count, randoms, choice, want_logprobs=True):
         """llmc/sampler.py's draw, on the GPU; the log-probabilities are always computed."""
-        first, end = prompt.shape[1], prompt.shape[1] + count
+        first = prompt.shape[1]
+        end = first + count
         tokens = np.empty((self.B, end), np.int32)
         tokens[:, :first] = prompt
-        self.set(step=0, top_k=min(choice.top_k, self.config.V), temperature=choice.temperature, top_p=choice.top_p)
+        self.set(step=0, top_k=min(choice.top_k, self.config.V), temperature=choice.temperature,
+                 top_p=choice.top_p)
+        states = np.array([random.state for random in randoms], np.uint64)
         with self.device.stream:
-            copy_to_gpu(self.acts.randoms, np.array([random.state for random in randoms], np.uint64))
-        begin, begun = 0, first  # where the window begins; tokens drawn, or in flight
+            copy_to_gpu(self.acts.randoms, states)
+
+        begin = 0  # of the window
+        begun = first  # tokens drawn, or in flight
         for t in range(first, end):
-            while begun < end and begun <= t + self.AHEAD and (begun == t or begun - begin <= self.T):
+            last = min(end, t + self.AHEAD + 1)
+            while begun < last and (begun == t or begun - begin <= self.T):
                 if begun - begin > self.T:
                     begin = begun - max(1, self.T // 2)
                     self.read(tokens[:, begin:begun])
@@ -185,6 +364,7 @@ class Decoder:
                     self.read(tokens[:1, :first])
                 self.step((begun - first) % len(self.done))
                 begun += 1
+
             turn = (t - first) % len(self.done)
             self.done[turn].synchronize()
             tokens[:, t] = self.drawn[turn]
@@ -201,16 +381,18 @@ class Decoder:
                 copy_to_gpu(self.acts.control[at : at + kind.itemsize], np.array([value], kind))
 
     def read(self, tokens):
-        """Prefill: all sequences continue from tokens (B, P), or (1, P) where they have the same ones. The last token
-        is left for the next step."""
-        B, last = len(tokens), tokens.shape[1] - 1
+        """Prefill: all sequences continue from tokens (B, P), or (1, P) where they have the same
+        ones. The last token is left for the next step."""
+        B = len(tokens)
+        last = tokens.shape[1] - 1
         each = max(1, PROMPT_ROWS // B)
         for begin in range(0, last, each):
-            piece = np.ascontiguousarray(tokens[:, begin : min(begin + each, last)])
+            some = np.ascontiguousarray(tokens[:, begin : min(begin + each, last)])
             self.set(position=begin)
             with self.device.stream:
-                copy_to_gpu(self.acts.tokens[: piece.size], piece)
-            self.architecture.decode_layers(self, *piece.shape)
+                copy_to_gpu(self.acts.tokens[: some.size], some)
+            decode_layers(self, *some.shape)
+
         if B < self.B and last:
             for tensor in (self.cache.keys, self.cache.values):  # (L,B,...) [:, 1:] = [:, :1]
                 row, pitch = tensor[0, 0].nbytes, tensor[0].nbytes
@@ -218,13 +400,15 @@ class Decoder:
                     cp.cuda.runtime.memcpy2DAsync(
                         tensor[0, b].data.ptr, pitch, tensor.data.ptr, pitch, row, len(tensor),
                         cp.cuda.runtime.memcpyDeviceToDevice, self.device.stream.ptr)
+
         self.set(position=last)
+        latest = np.ascontiguousarray(np.broadcast_to(tokens[:, -1], self.B))
         with self.device.stream:
-            copy_to_gpu(self.acts.tokens[: self.B], np.ascontiguousarray(np.broadcast_to(tokens[:, -1], self.B)))
+            copy_to_gpu(self.acts.tokens[: self.B], latest)
 
     def step(self, turn):
-        """Launch the step that draws each sequence's next token, for the host in row `turn`. The first step loads all
-        kernels, then it is captured."""
+        """Launch the step that draws each sequence's next token, for the host in row `turn`. The
+        first step loads all kernels, then it is captured."""
         stream = self.device.stream
         if self.graph:
             self.graph.launch(stream)
@@ -238,13 +422,14 @@ class Decoder:
 
     def launch_step(self):
         device, acts, B = self.device, self.acts, self.B
-        decode_logits(device, acts.logits, *self.architecture.decode_layers(self, B, 1), B, self.config.Vp)
-        decode_sample(device, acts.tokens, acts.randoms, acts.control, self.drawn, self.logprobs, acts.logits, B)
+        decode_logits(device, acts.logits, *decode_layers(self, B, 1), B, self.config.Vp)
+        decode_sample(device, acts.tokens, acts.randoms, acts.control, self.drawn, self.logprobs,
+                      acts.logits, B)
 
 
 def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):
-    """A Decoder on this GPU for a model on the host. Raises UserError for a model that is too large for the kernels or
-    this GPU."""
+    """A Decoder on this GPU for a model on the host. Raises UserError for a model that is too large
+    for the kernels or this GPU."""
     check_sizes(config)
     precision = Precision(resolve_dtype(dtype, gpu.arch), tf32=0)
     geometry = launch_geometry(config, precision, gpu.arch)
@@ -254,4 +439,6 @@ def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):
     with device.stream:
         on_gpu = allocate(architecture.parameter_table(config, precision.dtype), cp)
         copy_weights(device, on_gpu, params)
-    return Decoder(architecture, device, config, on_gpu, precision, B, T)
+        text = Block({"text": Decoder.table(architecture, config, precision, B, T, geometry)})
+        tensors = text.over(text.allocate())
+    return Decoder(architecture, device, config, on_gpu, tensors, B, T)

@@ -1,5 +1,5 @@
-"""The GPU: opening it, loading and launching kernels by name, streams, TMA's tensor maps, copies. Nothing here knows a
-layer."""
+"""The GPU: opening it, loading and launching kernels by name, streams, TMA's tensor maps, copies.
+Nothing here knows a layer."""
 
 import contextlib
 import os
@@ -13,7 +13,8 @@ from llmc.errors import UserError, run_main
 from llmc.gpu.compiler import INSTEAD, capability, prepare_kernels
 from llmc.tensors import bf16_to_float32
 
-# When imported, CuPy makes a directory in $HOME, which may not be writable, for kernels of its own that we do not use.
+# When imported, CuPy makes a directory in $HOME, which may not be writable, for kernels of its own
+# that we do not use.
 os.environ.setdefault("CUPY_CACHE_IN_MEMORY", "1")
 os.environ.setdefault("CUPY_CACHE_DIR", tempfile.gettempdir())
 
@@ -25,7 +26,7 @@ except ImportError as error:
     MISSING, GPU_ERRORS = error, ()
     cp = driver = None
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the GPU at hand
 
 
@@ -39,9 +40,11 @@ class GPU(NamedTuple):
 
 
 def count_gpus():
-    """Return how many GPUs CUDA sees, or raise UserError that says what is missing. Takes no memory on them."""
+    """Return how many GPUs CUDA sees, or raise UserError that says what is missing. Takes no memory
+    on them."""
     if MISSING is not None:
-        reason = next((line.strip() for line in str(MISSING).splitlines() if line.strip(" =-")), repr(MISSING))
+        reason = next((line.strip() for line in str(MISSING).splitlines() if line.strip(" =-")),
+                      repr(MISSING))
         found = f"the Python package {MISSING.name} cannot" if MISSING.name else (
             f"CuPy, or a package beside it, cannot ({reason})")
         raise UserError(f"{found} be imported: pip install -r requirements-gpu.txt; {INSTEAD}")
@@ -52,37 +55,40 @@ def count_gpus():
     if count == 0 and not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):  # nor in WSL
         raise UserError(f"no NVIDIA GPU: nvidia-smi should list one; {INSTEAD}")
     if count == 0:
-        raise UserError(f"no usable NVIDIA GPU ({reason}): nvidia-smi should list one, with a driver of 580 or newer;"
-                        f" {INSTEAD}")
+        raise UserError(f"no usable NVIDIA GPU ({reason}): nvidia-smi should list one, with a"
+                        f" driver of 580 or newer; {INSTEAD}")
     return count
 
 
 def open_gpu(arch="native", local_rank=0):
-    """Return the GPU for process number local_rank of this machine, and make it the current one. arch "sm_80": without
-    the instructions that only its own generation has. Raises UserError that says what is missing."""
+    """Return the GPU for process number local_rank of this machine, and make it the current one.
+    arch "sm_80": without the instructions that only its own generation has. Raises UserError that
+    says what is missing."""
     count = count_gpus()
     if local_rank and count > 1:  # if one GPU is visible, the launcher chose it for this process
         if local_rank >= count:
-            raise UserError(f"{local_rank + 1} processes or more on this machine, which has {count} GPUs: start one for"
-                            f" each GPU: --gpus {count}")
+            raise UserError(f"{local_rank + 1} processes or more on this machine, which has {count}"
+                            f" GPUs: start one for each GPU: --gpus {count}")
         cp.cuda.Device(local_rank).use()
     properties = cp.cuda.runtime.getDeviceProperties(cp.cuda.runtime.getDevice())
     name, major, minor = properties["name"].decode(), properties["major"], properties["minor"]
     if (major, minor) < (7, 5):
-        raise UserError(f"{name} has compute capability {major}.{minor}, expected 7.5 or newer; {INSTEAD}")
+        raise UserError(f"{name} has compute capability {major}.{minor}, expected 7.5 or newer;"
+                        f" {INSTEAD}")
     try:
         cp.cuda.runtime.memGetInfo()  # creates the context
     except cp.cuda.runtime.CUDARuntimeError as error:
-        raise UserError(f"{name}: {str(error).split(': ')[-1]}: does another process hold its memory? See nvidia-smi;"
-                        f" {INSTEAD}") from None
-    suffix = "a" if major >= 9 and arch == "native" else ""  # instructions of this generation alone: wgmma on Hopper
+        raise UserError(f"{name}: {str(error).split(': ')[-1]}: does another process hold its"
+                        f" memory? See nvidia-smi; {INSTEAD}") from None
+    # instructions of this generation alone: wgmma on Hopper
+    suffix = "a" if major >= 9 and arch == "native" else ""
     return GPU(name, f"sm_{major}{minor}{suffix}", properties["multiProcessorCount"],
                properties["sharedMemPerBlockOptin"])
 
 
 def try_gpu(device, open_on):
-    """Return open_on(gpu), or None to run on the CPU. device: "gpu"; "cpu"; or "auto", the CPU if there is no GPU or,
-    with a note, if open_on raises UserError."""
+    """Return open_on(gpu), or None to run on the CPU. device: "gpu"; "cpu"; or "auto", the CPU if
+    there is no GPU or, with a note, if open_on raises UserError."""
     gpu = None
     if device != "cpu":
         try:
@@ -90,7 +96,8 @@ def try_gpu(device, open_on):
             return open_on(gpu)
         except UserError as error:
             if device == "gpu":
-                raise UserError(str(error).replace(INSTEAD, "with no GPU, leave out --device gpu")) from None
+                raise UserError(str(error).replace(INSTEAD,
+                                                   "with no GPU, leave out --device gpu")) from None
             if gpu:
                 print(f"note: this runs on the CPU: {error}", file=sys.stderr)
     return None
@@ -99,21 +106,23 @@ def try_gpu(device, open_on):
 def describe_gpu(gpu, count=1):
     """The GPU as a run's header names it; count: GPUs of the run."""
     driver = cp.cuda.runtime.driverGetVersion()
-    return f"{f'{count} x ' if count > 1 else ''}{gpu.name}, {gpu.arch}, CUDA {driver // 1000}.{driver % 1000 // 10}"
+    name = f"{count} x {gpu.name}" if count > 1 else gpu.name
+    return f"{name}, {gpu.arch}, CUDA {driver // 1000}.{driver % 1000 // 10}"
 
 
 @contextlib.contextmanager
 def gpu_errors_as_lines():
-    """Context manager for a program's main(): turns errors of CUDA and its libraries into UserError."""
+    """Context manager for a program's main(): turns errors of CUDA and its libraries into
+    UserError."""
     try:
         yield
     except GPU_ERRORS as error:
-        raise UserError(f"the GPU or one of CUDA's libraries failed ({str(error).splitlines()[0]}): if for want of"
-                        " memory, or as it could not be initialized, another process may hold the GPU's memory: see"
-                        " nvidia-smi") from None
+        raise UserError(f"the GPU or one of CUDA's libraries failed ({str(error).splitlines()[0]}):"
+                        " if for want of memory, or as it could not be initialized, another"
+                        " process may hold the GPU's memory: see nvidia-smi") from None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # launching
 
 
@@ -125,16 +134,19 @@ class TensorMap(NamedTuple):
 
 
 class Device:
-    """Kernels by name, and three streams: the main stream, a side stream for work that may overlap with it, and one for
-    messages between GPUs."""
+    """Kernels by name, and three streams: the main stream, a side stream for work that may overlap
+    with it, and one for messages between GPUs."""
 
     def __init__(self, gpu, files, geometry):
-        """Compile and load `files`, a list of KernelFile. geometry: the numbers that launches need, as attributes."""
+        """Compile and load `files`, a list of KernelFile. geometry: the numbers that launches need,
+        as attributes."""
         self.gpu, self.sm_count, self.geometry = gpu, gpu.sm_count, geometry
         self.main, self.side, self.comm = (cp.cuda.Stream(non_blocking=True) for _ in range(3))
         self.stream = self.main  # where launches go
-        self.observer = None  # observer(name, arguments) returns a context manager for each launch, all on one stream
-        self.span = contextlib.nullcontext  # of launches, by name: dev/timeline.py notes when they begin and end
+        # observer(name, arguments) returns a context manager for each launch, all on one stream
+        self.observer = None
+        # of launches, by name: dev/timeline.py notes when they begin and end
+        self.span = contextlib.nullcontext
         self.functions, self.shared, self.maps, self.uploads = {}, {}, {}, {}
         paths, self.compiled = prepare_kernels(gpu.arch, files)
         self.cached = len(files) - self.compiled
@@ -143,16 +155,17 @@ class Device:
                 module = cp.RawModule(path=path)
                 self.functions |= {name: module.get_function(name) for name in file.kernels}
             except cp.cuda.driver.CUDADriverError as error:
-                raise UserError(f"{path}: cannot be loaded ({error}): if it is damaged, remove it") from None
+                raise UserError(f"{path}: cannot be loaded ({error}): if it is damaged, remove"
+                                " it") from None
             self.shared |= file.shared
         for name, size in self.shared.items():
             self.functions[name].max_dynamic_shared_size_bytes = size
 
     def launch(self, name, grid, block, *arguments, shared=None, early=False):
-        """Launch a kernel on the current stream. Python ints are passed as int, floats as float, arrays as pointers,
-        None as a null pointer. shared: bytes of dynamic shared memory, if not those of its KernelFile. early: it may
-        begin before the previous kernel ends, whose results it waits for itself (programmatic dependent launch, from
-        sm_90 on)."""
+        """Launch a kernel on the current stream. Python ints are passed as int, floats as float,
+        arrays as pointers, None as a null pointer. shared: bytes of dynamic shared memory, if not
+        those of its KernelFile. early: it may begin before the previous kernel ends, whose results
+        it waits for itself (programmatic dependent launch, from sm_90 on)."""
         shared = self.shared.get(name, 0) if shared is None else shared
         with self.observe(name, arguments):
             converted = tuple(map(convert, arguments))
@@ -167,8 +180,8 @@ class Device:
 
     @contextlib.contextmanager
     def beside(self, stream):
-        """Context manager: launches inside it are on this stream, and overlap with what the main stream does from here
-        on. Yields an event for `wait`."""
+        """Context manager: launches inside it are on this stream, and overlap with what the main
+        stream does from here on. Yields an event for `wait`."""
         if self.observer:
             yield None
             return
@@ -193,16 +206,17 @@ class Device:
             stream.synchronize()
 
     def upload(self, array):
-        """Return a copy of a small host array on the GPU, made once and kept: a graph's replays read it, too."""
+        """Return a copy of a small host array on the GPU, made once and kept: a graph's replays
+        read it, too."""
         key = array.tobytes()
         if key not in self.uploads:
             self.uploads[key] = cp.asarray(array.view(np.uint8))
         return self.uploads[key]
 
     def tensor_map(self, array, rows, columns, batches=1):
-        """Return a TensorMap for boxes of (batches, rows, columns) of an array (B,T,C) or (T,C) of bytes or floats. A
-        row of a box is 32, 64 or 128 bytes, in 16-byte units that are permuted ("swizzled"): those of a column lie in
-        different banks of shared memory."""
+        """Return a TensorMap for boxes of (batches, rows, columns) of an array (B,T,C) or (T,C) of
+        bytes or floats. A row of a box is 32, 64 or 128 bytes, in 16-byte units that are permuted
+        ("swizzled"): those of a column lie in different banks of shared memory."""
         key = array.data.ptr, array.shape, array.dtype, rows, columns, batches
         if key not in self.maps:
             self.maps[key] = TensorMap(array, encode_tensor_map(array, rows, columns, batches))
@@ -218,13 +232,18 @@ def check(answer):
 
 def encode_tensor_map(array, rows, columns, batches):
     B, T, C = array.shape if array.ndim == 3 else (1, *array.shape)
-    row, dtype = array.strides[-2], {1: "UINT8", 2: "BFLOAT16", 4: "FLOAT32"}[array.itemsize]
+    row = array.strides[-2]  # bytes
+    dtype = {1: "UINT8", 2: "BFLOAT16", 4: "FLOAT32"}[array.itemsize]
     kind = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}")
-    swizzle = getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{columns * array.itemsize}B")
-    sizes = [[driver.cuuint64_t(n) for n in numbers] for numbers in ((C, T, B), (row, row * T))]  # and strides in bytes
-    boxes = [[driver.cuuint32_t(n) for n in numbers] for numbers in ((columns, rows, batches), (1, 1, 1))]
+    swizzle = getattr(driver.CUtensorMapSwizzle,
+                      f"CU_TENSOR_MAP_SWIZZLE_{columns * array.itemsize}B")
+    sizes = [driver.cuuint64_t(n) for n in (C, T, B)]
+    strides = [driver.cuuint64_t(n) for n in (row, row * T)]
+    box = [driver.cuuint32_t(n) for n in (columns, rows, batches)]
+    steps = [driver.cuuint32_t(1)] * 3
     made, = check(driver.cuTensorMapEncodeTiled(
-        kind, 3, array.data.ptr, *sizes, *boxes, driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+        kind, 3, array.data.ptr, sizes, strides, box, steps,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE))
     return np.void(np.array([int(word) for word in made.opaque], np.uint64).tobytes())
@@ -258,7 +277,9 @@ def launch_early(function, grid, block, arguments, shared, stream):
 def to_float32(array):
     """Copy an array from the GPU to the host; bfloat16 bits and float16 become float32."""
     array = array.get()
-    return bf16_to_float32(array) if array.dtype == np.uint16 else array.astype(np.float32, copy=False)
+    if array.dtype == np.uint16:
+        return bf16_to_float32(array)
+    return array.astype(np.float32, copy=False)
 
 
 def copy_to_gpu(target, source):
@@ -268,7 +289,8 @@ def copy_to_gpu(target, source):
 
 
 def pinned_array(size):
-    """Allocate `size` bytes of host memory that the GPU reads and writes over the bus, at the same address."""
+    """Allocate `size` bytes of host memory that the GPU reads and writes over the bus, at the same
+    address."""
     return np.frombuffer(cp.cuda.alloc_pinned_memory(size), np.uint8, size)
 
 
@@ -277,5 +299,6 @@ def pointer(array):
     return np.uint64(array.ctypes.data)
 
 
-if __name__ == "__main__":  # python -m llmc.gpu.device, for make and scripts/: the GPU's name, or why there is none
+# python -m llmc.gpu.device, for make and scripts/: the GPU's name, or why there is none
+if __name__ == "__main__":
     run_main(lambda: print(open_gpu().name))

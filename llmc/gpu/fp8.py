@@ -1,78 +1,104 @@
-"""FP8: matmuls of 8-bit operands, and their scales. Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433.
+"""FP8: matmuls of 8-bit operands, and their scales. Micikevicius et al. 2022,
+https://arxiv.org/abs/2209.05433.
 
-In a run of --dtype fp8, three of a layer's four matmuls and the classifier's, forward and backward, read operands of 8
-bits: x is stored as E4M3(x * scale). Each layer's input, weight and gradient of its output has a scale of its own, a
-power of 2 that stays the same for an update, with all its micro-batches: it follows from the largest numbers of the
-last 16 updates. They are found where a tensor is rounded, as an integer maximum, which has the same bits in any order
-and on any number of GPUs. Weights are rounded stochastically, once an update, and so are gradients of logits, in E5M2
-and times a constant. All else is a bfloat16 run: residual stream, attention and its projection, AdamW, and, between
-updates, validation: it is of the model that will be saved.
+In a run of --dtype fp8, three of a layer's four matmuls and the classifier's, forward and backward,
+read operands of 8 bits: x is stored as E4M3(x * scale). Each layer's input, weight and gradient of
+its output has a scale of its own, a power of 2 that stays the same for an update, with all its
+micro-batches: it follows from the largest numbers of the last 16 updates. They are found where a
+tensor is rounded, as an integer maximum, which has the same bits in any order and on any number of
+GPUs. Weights are rounded stochastically, once an update, and so are gradients of logits, in E5M2
+and times a constant. All else is a bfloat16 run: residual stream, attention and its projection,
+AdamW, and, between updates, validation: it is of the model that will be saved.
 
-Tensor cores want the inner dimension of 8-bit operands to be contiguous. For dinp = dout @ weight, there is a
-transposed copy of the weight. Of dout and inp in dweight = dout^T @ inp, the wider one is read as it is, (N,C), and
-transposed on the way to the tensor cores; the other one has a transposed copy.
-"""
-
-import dataclasses
-from typing import NamedTuple
+Tensor cores want the inner dimension of 8-bit operands to be contiguous. For dinp = dout @ weight,
+there is a transposed copy of the weight. Of dout and inp in dweight = dout^T @ inp, the wider one
+is read as it is, (N,C), and transposed on the way to the tensor cores; the other one has a
+transposed copy."""
 
 import numpy as np
 
 from llmc.gpu.device import copy_to_gpu, cp, pinned_array, pointer
 from llmc.gpu.geometry import FP8_HISTORY, blocks
-from llmc.gpu.matmul import ALIGN, WORKSPACE, Quantized, rows
-from llmc.tensors import Row, allocate, table_bytes, views
+from llmc.gpu.matmul import WORKSPACE
+from llmc.tensors import Row, allocate
 
-LINEARS = ("qkv", "fc", "fcproj")  # layers with FP8 operands; attproj is a twelfth of the work of GPT-2's
+# layers with FP8 operands; attproj is a twelfth of the work of GPT-2's
+LINEARS = ("qkv", "fc", "fcproj")
 ROLES = ("inp", "weight", "dout")  # their operands, with a scale each
 CALIBRATIONS = 4  # passes that find the first scales
-DLOGITS_SCALE = 2.0**15  # times gradients of logits, which are from -1 to 1; E5M2 has numbers from 2^-16 to 57344
+# times gradients of logits, which are from -1 to 1; E5M2 has numbers from 2^-16 to 57344
+DLOGITS_SCALE = 2.0**15
+
+
+def recomputed_inputs(architecture, settings):
+    """The names of LINEARS whose input the backward pass recomputes."""
+    recomputed = architecture.RECOMPUTED[settings.recompute]
+    return [name for name in LINEARS if architecture.INPUTS[name] in recomputed]
 
 
 def operand_table(parameters, N, recomputed):
-    """name -> Row of the operands in 8 bits, for N rows, B*T. parameters: the model's table. Transposed copies, _t, are
-    padded with zeros to whole 16 bytes. recomputed: names of LINEARS whose input is kept for one layer at a time."""
-    shapes, pitch = {name: parameters[f"{name}w"].shape for name in LINEARS}, blocks(N, 16) * 16
+    """name -> Row of the operands in 8 bits, for N rows, B*T. parameters: the model's table.
+    Transposed copies, _t, are padded with zeros to whole 16 bytes. recomputed: names of LINEARS
+    whose input is kept for one layer at a time."""
+    pitch = blocks(N, 16) * 16
+    shapes = {name: parameters[f"{name}w"].shape for name in LINEARS}
     shapes["logits"] = 1, *parameters.get("lm_head", parameters["wte"]).shape
     table = {}
     for name, (L, OC, C) in shapes.items():
         kept = 1 if name in recomputed else L
-        table |= {f"{name}w": Row((L, OC, C), "uint8", stacked=True), f"{name}w_t": Row((L, C, OC), "uint8")}
+        table[f"{name}w"] = Row((L, OC, C), "uint8", stacked=True)
+        table[f"{name}w_t"] = Row((L, C, OC), "uint8")
         if name == "fcproj":
-            table |= {"fcproj_inp": Row((kept, N, C), "uint8"), "fcproj_dout_t": Row((OC, pitch), "uint8")}
+            table["fcproj_inp"] = Row((kept, N, C), "uint8")
+            table["fcproj_dout_t"] = Row((OC, pitch), "uint8")
         else:
-            table |= {f"{name}_inp_t": Row((kept, C, pitch), "uint8")}
+            table[f"{name}_inp_t"] = Row((kept, C, pitch), "uint8")
         if name != "logits":  # whose gradient takes the place of the logits
-            table |= {f"{name}_dout": Row((N, OC), "uint8")}
-    return table | {"inp": Row((N, shapes["qkv"][2]), "uint8")}  # of the matmul at hand, but for fcproj's
+            table[f"{name}_dout"] = Row((N, OC), "uint8")
+
+    table["inp"] = Row((N, shapes["qkv"][2]), "uint8")  # of the matmul at hand, but for fcproj's
+    return table
 
 
 def scale_table(L):
-    """name -> Row of the scales and what they follow from; column (i * L + l) * 3 + r is for LINEARS[i] of layer l and
-    ROLES[r]; the last three are the classifier's, "logits"."""
+    """name -> Row of the scales and what they follow from; column (i * L + l) * 3 + r is for
+    LINEARS[i] of layer l and ROLES[r]; the last three are the classifier's, "logits"."""
     count = (len(LINEARS) * L + 1) * len(ROLES)
-    return {"counts": Row((2,), "int64"), "scales": Row((count,)), "history": Row((FP8_HISTORY, count)),
-            "largest": Row((count,), "int32"), "updates": Row((1,), "int32")}
+    return {
+        "counts": Row((2,), "int64"),
+        "scales": Row((count,)),
+        "history": Row((FP8_HISTORY, count)),
+        "largest": Row((count,), "int32"),
+        "updates": Row((1,), "int32"),
+    }
 
 
 class Fp8:
     """The operands and scales of a model in training."""
 
-    def __init__(self, matmul, params, N, recomputed=(), fuses_gelu=True):
-        """params: Tensors on the GPU; N, recomputed: see operand_table; fuses_gelu: fc's epilogue makes fcproj's input,
-        fcproj's backward pass fc's gradient. Allocates on the current stream."""
-        self.device, self.matmul, self.params, self.fuses_gelu = matmul.device, matmul, params, fuses_gelu
-        self.L, self.recomputed = params.table["qkvw"].shape[0], recomputed
-        table = operand_table(params.table, N, recomputed)
-        self.operands = views(table, cp.empty(table_bytes(table, ALIGN), np.uint8), ALIGN)
+    def __init__(self, matmul, params, operands, recomputed=(), fuses_gelu=True):
+        """params: Tensors on the GPU; operands, recomputed: see operand_table; fuses_gelu: fc's
+        epilogue makes fcproj's input, fcproj's backward pass fc's gradient. Allocates the scales on
+        the current stream."""
+        self.device, self.matmul, self.params = matmul.device, matmul, params
+        self.operands = operands
+        self.recomputed = recomputed
+        self.fuses_gelu = fuses_gelu
+        self.L = params.table["qkvw"].shape[0]
+
         self.state = allocate(scale_table(self.L), cp)
         self.state.scales.fill(1.0)
-        tiles = WORKSPACE // (4 * 64 * self.device.geometry.MATMUL_BN)  # halves of tiles that fit into a workspace
+
+        # halves of tiles that fit into a workspace
+        tiles = WORKSPACE // (4 * 64 * self.device.geometry.MATMUL_BN)
         self.done = cp.zeros((2, tiles), np.int32)
-        self.reports = pinned_array(32).view(np.int64).reshape(2, 2)  # counts of updates with even and odd numbers
+        # counts of updates with even and odd numbers
+        self.reports = pinned_array(32).view(np.int64).reshape(2, 2)
+
         self.updates = 0  # before this run
         self.trains = False  # whether this pass is part of an update: the others are in bfloat16
-        self.weights_behind = False  # whether an update has changed the weights since they were quantized
+        # whether an update has changed the weights since they were quantized
+        self.weights_behind = False
         self.douts = {}  # matmul's name -> its dout in 8 bits, between its two uses
 
     def slot(self, name, l, role):
@@ -84,17 +110,21 @@ class Fp8:
         return self.state.scales[slot : slot + 1]
 
     def quantize(self, name, l, role, x, plain=None, transposed=None, again=False):
-        """plain (N,C), transposed (C,pitch) = E4M3(x * scale), each if not None; x (N,C), or all of several layers from
-        l on, each with its scale. Weights are rounded at random. again: for the second time in an update, so that
-        amax is not updated."""
-        g, (*_, N, C) = self.device.geometry, x.shape
+        """plain (N,C), transposed (C,pitch) = E4M3(x * scale), each if not None; x (N,C), or all of
+        several layers from l on, each with its scale. Weights are rounded at random. again: for the
+        second time in an update, so that amax is not updated."""
+        *_, N, C = x.shape
+        g = self.device.geometry
         grid = blocks(C, g.FP8_SIDE), blocks(N, g.FP8_SIDE), x.size // (N * C)
-        self.device.launch("quantize", grid, (g.FP8_THREADS,), plain, transposed, x, *self.noted(name, l, role, again),
-                           N, C, N if transposed is None else transposed.shape[-1],
-                           self.state.updates if role == "weight" else None, self.slot(name, l, role), len(ROLES))
+        self.device.launch("quantize", grid, (g.FP8_THREADS,), plain, transposed, x,
+                           *self.scaling(name, l, role, again), N, C,
+                           N if transposed is None else transposed.shape[-1],
+                           self.state.updates if role == "weight" else None,
+                           self.slot(name, l, role), len(ROLES))
 
     def quantize_weights(self, layers=slice(0, None), again=False):
-        """The matrices of some layers, after an update has changed them. again: rank 0 records their amax."""
+        """The matrices of some layers, after an update has changed them. again: rank 0 records
+        their amax."""
         weights = {name: getattr(self.params, f"{name}w")[layers] for name in LINEARS}
         if layers.start == 0:
             weights["logits"] = getattr(self.params, "lm_head", self.params.wte)[np.newaxis]
@@ -103,28 +133,30 @@ class Fp8:
             self.quantize(name, layers.start, "weight", weight, plain, transposed, again)
 
     def calibrate(self, trainer):
-        """Find the first scales, unless a checkpoint had them: with the batch that is on the GPU, again and again,
-        because too small a scale underflows, and so does everything downstream."""
+        """Find the first scales, unless a checkpoint had them: with the batch that is on the GPU,
+        again and again, because too small a scale underflows, and so does everything downstream."""
         for _ in range(0 if self.updates else CALIBRATIONS):
             self.state.updates.fill(0)  # the last one's numbers replace the earlier ones'
             self.quantize_weights()
             trainer.model.micro_step(trainer, 0)
             if not trainer.ranks.is_first:  # the same scales on any number of GPUs
                 self.forget()
-            self.prepare_scales(trainer.several)
+            self.prepare_scales(trainer.messages)
         self.updates = self.updates or 1
 
-    def prepare_scales(self, several=None):
-        """At the end of an update: the scales of the next one, from the largest numbers on all ranks."""
+    def prepare_scales(self, messages):
+        """At the end of an update: the scales of the next one, from the largest numbers on all
+        ranks."""
         state = self.state
-        if several:
-            several.add_up(state.largest, state.largest, largest=True)
-            several.add_up(state.counts, state.counts)
-        self.device.launch("prepare_scales", (1,), (256,), state.scales, state.history, state.largest, state.updates,
-                           state.counts, pointer(self.reports), state.scales.size)
+        messages.add_up(state.largest, state.largest, largest=True)
+        messages.add_up(state.counts, state.counts)
+        self.device.launch("prepare_scales", (1,), (256,), state.scales, state.history,
+                           state.largest, state.updates, state.counts, pointer(self.reports),
+                           state.scales.size)
 
     def counts(self, number):
-        """(how many numbers of this run's update `number` are +-448 or NaN in 8 bits, how many are 0)."""
+        """(how many numbers of this run's update `number` are +-448 or NaN in 8 bits, how many are
+        0)."""
         return tuple(self.reports[(self.updates + number) % 2].tolist())
 
     def forget(self):
@@ -135,229 +167,88 @@ class Fp8:
     def notes(self):
         """For a checkpoint."""
         with self.device.stream:
-            history, scales, updates = (getattr(self.state, name).get() for name in ("history", "scales", "updates"))
-        return {"fp8": {"updates": int(updates[0]), "history": history.tobytes().hex(),
-                        "scales": scales.tobytes().hex()}}
+            history = self.state.history.get()
+            scales = self.state.scales.get()
+            updates = self.state.updates.get()
+        return {"fp8": {
+            "updates": int(updates[0]),
+            "history": history.tobytes().hex(),
+            "scales": scales.tobytes().hex(),
+        }}
 
     def restore(self, notes):
-        """Continue with a checkpoint's notes, if they are of a run in FP8 of this model; returns whether they are."""
-        found, state = notes.get("fp8"), self.state
+        """Continue with a checkpoint's notes, if they are of a run in FP8 of this model; returns
+        whether they are."""
+        found = notes.get("fp8")
+        state = self.state
         if not found or len(found["history"]) != 2 * state.history.nbytes:
             return False
         self.updates = found["updates"]
         with self.device.stream:
             for name in ("history", "scales"):
-                copy_to_gpu(getattr(state, name), np.frombuffer(bytes.fromhex(found[name]), np.float32))
+                numbers = np.frombuffer(bytes.fromhex(found[name]), np.float32)
+                copy_to_gpu(getattr(state, name), numbers)
             copy_to_gpu(state.updates, np.array([self.updates], np.int32))
         return True
 
     # -- the kernels of hopper/matmul_fp8.cu
 
     def multiply(self, out, a, a_scale, b, b_scale, bias=None, scale=1.0):
-        """out (M,N) = scale * a (M,K) @ b (N,K)^T + bias (N,), each operand divided by its scale."""
-        self.matmul.kernels.forward(out, a, b, bias, a_scale, b_scale, float(scale), name="matmul_fp8",
+        """out (M,N) = scale * a (M,K) @ b (N,K)^T + bias (N,), each operand divided by its
+        scale."""
+        self.matmul.kernels.forward(out, a, b, bias, a_scale, b_scale, float(scale),
+                                    name="matmul_fp8",
                                     columns=self.matmul.tile(out.shape[1], narrow=True))
 
     def multiply_qknorm(self, out, rstd, a, a_scale, b, b_scale, bias, *last):
-        """multiply's out (M,N), with QK-norm; rstd (M,2NH). last: rope, scale, eps and T, of qknorm_forward."""
+        """multiply's out (M,N), with QK-norm; rstd (M,2NH). last: rope, scale, eps and T, of
+        qknorm_forward."""
         kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
         kernels.launch("matmul_fp8_qknorm", *out.shape, a.shape[1], kernels.result(out, True), rstd,
-                       *self.operands_of(a, b, columns), bias, a_scale, b_scale, *last, columns=columns,
+                       *self.operands_of(a, b, columns), bias, a_scale, b_scale, *last,
+                       columns=columns, threads=self.device.geometry.MATMUL_GELU_THREADS)
+
+    def multiply_gelu(self, out, gelu, a, a_scale, b, b_scale, bias, scaling):
+        """out (M,N), and gelu (M,N) in 8 bits = GELU(out) * its scale. scaling: the arguments for its
+        scale."""
+        kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
+        kernels.launch("matmul_fp8_gelu", *out.shape, a.shape[1], kernels.result(out, True),
+                       kernels.result(gelu, True), *self.operands_of(a, b, columns), bias, a_scale,
+                       b_scale, *scaling, columns=columns,
                        threads=self.device.geometry.MATMUL_GELU_THREADS)
 
-    def multiply_gelu(self, out, gelu, a, a_scale, b, b_scale, bias, noted):
-        """out (M,N), and gelu (M,N) in 8 bits = GELU(out) * its scale. noted: the arguments for its scale."""
+    def multiply_gelu_backward(self, dinp, partials, a, a_scale, b, b_scale, inp, gelu, gelu_scale,
+                               scaling):
+        """dinp (M,N) in 8 bits = a (M,K) @ b (N,K)^T * GELU'(inp (M,N)) * its scale; partials
+        (tiles,N): column sums. Of squared ReLU, gelu (M,N) is read, in 8 bits, not inp."""
         kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
-        kernels.launch("matmul_fp8_gelu", *out.shape, a.shape[1], kernels.result(out, True), kernels.result(gelu, True),
-                       *self.operands_of(a, b, columns), bias, a_scale, b_scale, *noted, columns=columns,
+        kernels.launch("matmul_fp8_gelu_backward", *inp.shape, a.shape[1],
+                       kernels.result(dinp, True), partials, *self.operands_of(a, b, columns),
+                       kernels.result(inp, True), kernels.result(gelu, True), a_scale, b_scale,
+                       gelu_scale, *scaling, columns=columns,
                        threads=self.device.geometry.MATMUL_GELU_THREADS)
-
-    def multiply_gelu_backward(self, dinp, partials, a, a_scale, b, b_scale, inp, gelu, gelu_scale, noted):
-        """dinp (M,N) in 8 bits = a (M,K) @ b (N,K)^T * GELU'(inp (M,N)) * its scale; partials (tiles,N): column sums.
-        Of squared ReLU, gelu (M,N) is read, in 8 bits, not inp."""
-        kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
-        kernels.launch("matmul_fp8_gelu_backward", *inp.shape, a.shape[1], kernels.result(dinp, True), partials,
-                       *self.operands_of(a, b, columns), kernels.result(inp, True), kernels.result(gelu, True), a_scale,
-                       b_scale, gelu_scale, *noted, columns=columns, threads=self.device.geometry.MATMUL_GELU_THREADS)
 
     def multiply_long(self, kernel, out, a, a_scale, b, b_scale, scale, across=False, splits=None):
-        """out (M,N) = scale * a^T @ b (N,K)^T, a (K,M), with sums in float32; K is cut into `splits` parts. kernel:
-        "weight", whose out may be (N,M), `across`; "classifier_weight": a is E5M2; "classifier_inp": a is E5M2, (M,K).
-        """
-        (M, N), K = out.shape[::-1] if across else out.shape, b.shape[1]
-        kernels, side = self.matmul.kernels, int(self.device.stream is self.device.side)
+        """out (M,N) = scale * a^T @ b (N,K)^T, a (K,M), with sums in float32; K is cut into
+        `splits` parts. kernel: "weight", whose out may be (N,M), `across`; "classifier_weight": a
+        is E5M2; "classifier_inp": a is E5M2, (M,K)."""
+        M, N = out.shape[::-1] if across else out.shape
+        K = b.shape[1]
+        kernels = self.matmul.kernels
+        side = int(self.device.stream is self.device.side)
         columns = self.device.geometry.MATMUL_FP8_LONG_BN
-        kernels.launch(f"matmul_fp8_{kernel}", M, N, K, out, self.matmul.stream_workspace(), self.done[side],
-                       *self.operands_of(a, b, columns), a_scale, b_scale, float(scale),
-                       *([int(across)] if kernel == "weight" else []), columns=columns,
-                       splits=splits or kernels.splits(M, N, K, columns))
+        kernels.launch(f"matmul_fp8_{kernel}", M, N, K, out, self.matmul.stream_workspace(),
+                       self.done[side], *self.operands_of(a, b, columns), a_scale, b_scale,
+                       float(scale), *([int(across)] if kernel == "weight" else []),
+                       columns=columns, splits=splits or kernels.splits(M, N, K, columns))
 
     def operands_of(self, a, b, columns):
         kernels = self.matmul.kernels
         return kernels.operand(a, self.device.geometry.MATMUL_BM), kernels.operand(b, columns)
 
-    def noted(self, name, l, role, again=False):
-        """The arguments of a kernel that makes an operand: its scale, and where it notes the largest number, or None if
-        it makes it `again`, and counts."""
-        slot, state = self.slot(name, l, role), self.state
+    def scaling(self, name, l, role, again=False):
+        """The arguments of a kernel that makes an operand: its scale, amax (None if it makes the
+        operand `again`), and counts of numbers too large and too small."""
+        slot = self.slot(name, l, role)
+        state = self.state
         return state.scales[slot:], None if again else state.largest[slot:], state.counts
-
-
-class Fp8Linear(NamedTuple):
-    """Linear of matmul.py in 8 bits: of LINEARS, or the classifier, "logits". dout is quantized at its first use, and
-    remembered for the second. backward_weight reads a copy of the input, fcproj's as it is, the others' transposed:
-    kept from forward on, or made again."""
-
-    fp8: Fp8
-    name: str
-    l: int
-    bias: object = None
-    dweight: object = None
-
-    fuses = False
-    fuses_gelu = property(lambda self: self.fp8.fuses_gelu)
-    fuses_qknorm = True
-
-    def place_inp(self, again=False):
-        """Where a normalization writes inp (N,C): a Quantized. again: for the backward pass, which recomputes it."""
-        fp8, kept, noted = self.fp8, self.of_this_layer("_inp_t"), self.fp8.noted(self.name, self.l, "inp", again)
-        if again:
-            return Quantized(None, kept, noted)
-        return Quantized(fp8.operands.inp, None if self.name in fp8.recomputed else kept, noted)
-
-    def forward(self, out, inp):
-        """out (N,OC) = inp @ weight^T + bias. inp: a Quantized; fcproj's: (N,C), not read if fc's forward_gelu has made
-        it."""
-        plain = self.fcproj_inp(inp, made=self.fuses_gelu) if self.name == "fcproj" else inp.plain
-        self.fp8.multiply(rows(out), plain, self.scale("inp"), self.of_this_layer("w"), self.scale("weight"), self.bias)
-
-    def forward_qknorm(self, out, rstd, inp, *last):
-        """The same of qkv, with QK-norm: see multiply_qknorm."""
-        self.fp8.multiply_qknorm(rows(out), rstd, inp.plain, self.scale("inp"), self.of_this_layer("w"),
-                                 self.scale("weight"), self.bias, *last)
-
-    def fcproj_inp(self, inp, made=False, again=False):
-        """fcproj's input (N,C) in 8 bits, `made` already or not. again: see quantize."""
-        plain = self.of_this_layer("_inp")
-        if not made:
-            self.fp8.quantize(self.name, self.l, "inp", rows(inp), plain, again=again)
-        return plain
-
-    def forward_gelu(self, out, gelu, inp):
-        """`forward`, and fcproj's input = GELU(out); gelu (N,OC): not written."""
-        fcproj = self._replace(name="fcproj")
-        self.fp8.multiply_gelu(rows(out), fcproj.of_this_layer("_inp"), inp.plain, self.scale("inp"),
-                               self.of_this_layer("w"), self.scale("weight"), self.bias,
-                               self.fp8.noted("fcproj", self.l, "inp"))
-
-    def place_dout(self, dout):
-        """Where attention_backward writes dout (B,T,OC): a Quantized, or dout, if its kernels do not write 8 bits."""
-        if not self.fp8.device.geometry.ATTENTION_FP8:
-            return dout
-        return Quantized(self.tensor("_dout"), None, self.fp8.noted(self.name, self.l, "dout"))
-
-    def operand(self, dout):
-        """dout (N,OC), or what `place_dout` returned, as a Quantized. dout of fc: not read if fcproj's
-        backward_inp_gelu has made it; of the classifier: its kernel has made it, in place of the logits."""
-        if isinstance(dout, Quantized):
-            return dout
-        if self.name == "logits":
-            N, OC = rows(dout).shape
-            return Quantized(dout.view(np.uint8).reshape(N, 2 * OC)[:, :OC], None)
-        if made := self.fp8.douts.pop(self.name, None):  # the second use
-            return made
-        made = Quantized(self.tensor("_dout"), self.tensor("_dout_t") if self.name == "fcproj" else None)
-        if not (self.name == "fc" and self.fp8.fuses_gelu):
-            self.fp8.quantize(self.name, self.l, "dout", rows(dout), made.plain, made.transposed)
-        self.fp8.douts[self.name] = made
-        return made
-
-    def backward_inp(self, dinp, dout, scale=1.0):
-        """dinp (N,C) = scale * dout @ weight (OC,C)."""
-        operands = self.operand(dout).plain, self.scale("dout"), self.of_this_layer("w_t"), self.scale("weight")
-        if self.name == "logits":
-            self.fp8.multiply_long("classifier_inp", rows(dinp), *operands, scale)
-        else:
-            self.fp8.multiply(rows(dinp), *operands, scale=scale)
-
-    def backward_inp_gelu(self, dinp, partials, dout, inp):
-        """fc's gradient = dout @ weight * GELU'(inp (N,C)), partials = its column sums; dinp (N,C): not written."""
-        self.fp8.multiply_gelu_backward(self.fp8.operands.fc_dout, partials, self.operand(dout).plain,
-                                        self.scale("dout"), self.of_this_layer("w_t"), self.scale("weight"),
-                                        rows(inp), self.of_this_layer("_inp"), self.scale("inp"),
-                                        self.fp8.noted("fc", self.l, "dout"))
-
-    def backward_weight(self, dout, inp, scale=1.0):
-        """dweight (OC,C) = scale * dout^T @ inp. inp (N,C): read only if it is fcproj's and was recomputed."""
-        dout, multiply, scales = self.operand(dout), self.fp8.multiply_long, (self.scale("dout"), self.scale("inp"))
-        if self.name == "fcproj":
-            inp = self.fcproj_inp(inp, made=self.name not in self.fp8.recomputed, again=True)
-            multiply("weight", self.dweight, inp, scales[1], dout.transposed, scales[0], scale, across=True)
-        else:
-            kernel = "classifier_weight" if self.name == "logits" else "weight"
-            multiply(kernel, self.dweight, dout.plain, scales[0], self.of_this_layer("_inp_t"), scales[1], scale)
-
-    def tensor(self, suffix):
-        return getattr(self.fp8.operands, self.name + suffix)
-
-    def of_this_layer(self, suffix):
-        """This layer's part of a tensor, or the only one."""
-        layers = self.tensor(suffix)
-        return layers[self.l % len(layers)]
-
-    def scale(self, role):
-        return self.fp8.scale(self.name, self.l, role)
-
-
-class Fp8Passes:
-    """What a page's model does otherwise in FP8. `fp8` is an Fp8."""
-
-    several = None  # see several/zero.py
-
-    @classmethod
-    def tables(cls, config, settings, *arguments):
-        """The inputs of matmuls are kept in 8 bits: in bfloat16, there is one layer's at a time."""
-        return super().tables(config, dataclasses.replace(settings, recompute=max(cls.RECOMPUTED)), *arguments)
-
-    def training_activations(self, B, T):
-        """The activations of an update: normalizations, and attention's backward pass, find where to write 8 bits."""
-        acts = self.activations(B, T)
-        del self.shapes[B, T]  # evaluations of this shape make their own
-        acts.lnf = Fp8Linear(self.fp8, "logits", 0).place_inp()
-        for l, (forward, backward) in enumerate(zip(acts.layers, acts.backward_layers)):
-            qkv, fc = (Fp8Linear(self.fp8, name, l) for name in ("qkv", "fc"))
-            forward.ln1, forward.ln2 = qkv.place_inp(), fc.place_inp()
-            backward.ln1, backward.ln2 = qkv.place_inp(again=True), fc.place_inp(again=True)
-            backward.dqkv = qkv.place_dout(backward.dqkv)
-        return acts
-
-    def linear(self, name, l=0):
-        linear = super().linear(name, l)
-        if self.fp8.trains and name in self.READS:
-            return Fp8Linear(self.fp8, name, l, linear.bias, linear.dweight)
-        return linear
-
-    def trunk(self, acts, inputs):
-        self.fp8.trains = isinstance(acts.lnf, Quantized)
-        if self.fp8.trains and self.fp8.weights_behind:
-            self.fp8.quantize_weights()
-            self.fp8.weights_behind = False
-        super().trunk(acts, inputs)
-
-    def weight_gradient(self, name, l, dout, inp):
-        linear = self.linear(name, l)
-        if isinstance(linear, Fp8Linear):
-            dout = linear.operand(dout)  # on the main stream, which needs it, too
-        return super().weight_gradient(name, l, dout, inp)
-
-    def train_step(self, trainer):
-        self.fp8.weights_behind = self.several is None  # on several GPUs, each layer's are quantized when they arrive
-        super().train_step(trainer)
-
-    def update(self, trainer):
-        super().update(trainer)
-        self.fp8.prepare_scales(self.several)
-
-    def dlogits_scale(self, scale):
-        """What the range of E5M2 asks for."""
-        return DLOGITS_SCALE

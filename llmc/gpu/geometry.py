@@ -1,7 +1,8 @@
-"""The files of kernels/ that a run compiles, and their launch geometry, as data: a layer's numbers go to the compiler
-as -D constants of its .cu file, and its launches read the same numbers."""
+"""The files of kernels/ that a run compiles, and their launch geometry, as data: a layer's numbers
+go to the compiler as -D constants of its .cu file, and its launches read the same numbers."""
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 from llmc.gpu.compiler import KernelFile, capability
 from llmc.errors import UserError
@@ -21,7 +22,8 @@ def pack(array):
 WARP, WARPGROUP = 32, 128  # threads
 BLOCK_THREADS = 256  # per block, for kernels that take any number
 MATMUL_ROWS = 128  # of an output tile of a matmul, which writes one row of column sums
-ENCODER_PIECE = 32  # positions of one token that a warp adds up; if a token has more, each piece writes a row of sums
+# positions of one token that a warp adds up; if a token has more, each piece writes a row of sums
+ENCODER_PIECE = 32
 CLASSIFIER_ROW = 8 * 1024 * 32  # bytes of a row of logits that a multiprocessor can hold, on Hopper
 FP8_HISTORY = 16  # updates whose amax a scale follows from
 ROW_GROUPS = 8  # of a block that adds up columns: common.cuh's BlockRows
@@ -29,66 +31,94 @@ ATTENTION_ROWS = 64  # of the attention's gradient, for which one row of column 
 
 
 def kernels(*names, **shared):
-    """{kernel: the constant that says how many bytes of dynamic shared memory its blocks have, or None}."""
+    """{kernel: the constant that says how many bytes of dynamic shared memory its blocks have, or
+    None}."""
     return dict.fromkeys(names) | shared
 
 
-KERNELS = {  # layer, after "hopper/" if there is a file for Hopper alone -> its kernels
-    "encoder": kernels("encoder_forward", "encoder_backward_wte", "encoder_backward_wte_cut", "encoder_backward_wpe"),
+class Has(NamedTuple):
+    """What an architecture has, where architectures differ. Its page declares it."""
+
+    norm: str = "layernorm"  # or "rmsnorm"
+    rope: bool = False  # queries and keys are rotated
+    qknorm: bool = False  # and normalized
+    activation: str = "gelu"  # or "relu2", in the same kernels, or "swiglu"
+    capped: bool = False  # the logits are; their linear layer has a bias
+
+
+# layer -> its kernels, which are in kernels/<layer>.cu; those of "hopper/<layer>" need Hopper
+KERNELS = {
+    "encoder": kernels("encoder_forward", "encoder_backward_wte", "encoder_backward_wte_cut",
+                       "encoder_backward_wpe"),
     "layernorm": kernels("residual_layernorm_forward", layernorm_backward="LAYERNORM_SHARED"),
     "rmsnorm": kernels("residual_rmsnorm_forward", rmsnorm_backward="LAYERNORM_SHARED"),
     "rope": kernels("rope_forward"),
     "qknorm": kernels("qknorm_forward"),
-    "attention": kernels(
-        attention_forward="ATTENTION_FORWARD_SHARED", attention_backward_dquery="ATTENTION_DQUERY_SHARED",
-        attention_backward_dkv="ATTENTION_DKV_SHARED"),
+    "attention": kernels(attention_forward="ATTENTION_FORWARD_SHARED",
+                         attention_backward_dquery="ATTENTION_DQUERY_SHARED",
+                         attention_backward_dkv="ATTENTION_DKV_SHARED"),
     "gelu": kernels("gelu_forward", "gelu_backward"),
     "swiglu": kernels("swiglu_forward", "swiglu_backward"),
-    "hopper/matmul": dict.fromkeys((
-        "matmul_forward", "matmul_forward_narrow", "matmul_forward_gelu", "matmul_backward_inp",
-        "matmul_backward_inp_gelu", "matmul_backward_weight"), "MATMUL_SHARED"),
-    "hopper/matmul_swiglu": dict.fromkeys((
-        "matmul_forward_swiglu", "matmul_backward_inp_swiglu", "matmul_forward_rope", "matmul_forward_rope_narrow"),
-        "MATMUL_SHARED"),
-    "hopper/matmul_fp8": dict.fromkeys((
-        "matmul_fp8", "matmul_fp8_narrow", "matmul_fp8_weight", "matmul_fp8_classifier_weight",
-        "matmul_fp8_classifier_inp"), "MATMUL_SHARED") | kernels(
-        matmul_fp8_gelu="MATMUL_FP8_GELU_SHARED", matmul_fp8_gelu_backward="MATMUL_FP8_GELU_SHARED"),
+    "hopper/matmul": kernels(matmul_forward="MATMUL_SHARED",
+                             matmul_forward_narrow="MATMUL_SHARED",
+                             matmul_forward_gelu="MATMUL_SHARED",
+                             matmul_backward_inp="MATMUL_SHARED",
+                             matmul_backward_inp_gelu="MATMUL_SHARED",
+                             matmul_backward_weight="MATMUL_SHARED"),
+    "hopper/matmul_swiglu": kernels(matmul_forward_swiglu="MATMUL_SHARED",
+                                    matmul_backward_inp_swiglu="MATMUL_SHARED",
+                                    matmul_forward_rope="MATMUL_SHARED",
+                                    matmul_forward_rope_narrow="MATMUL_SHARED"),
+    "hopper/matmul_fp8": kernels(matmul_fp8="MATMUL_SHARED",
+                                 matmul_fp8_narrow="MATMUL_SHARED",
+                                 matmul_fp8_weight="MATMUL_SHARED",
+                                 matmul_fp8_classifier_weight="MATMUL_SHARED",
+                                 matmul_fp8_classifier_inp="MATMUL_SHARED",
+                                 matmul_fp8_gelu="MATMUL_FP8_GELU_SHARED",
+                                 matmul_fp8_gelu_backward="MATMUL_FP8_GELU_SHARED"),
     "fp8": kernels("quantize", "prepare_scales"),
-    "norm_fp8": kernels(residual_layernorm_forward_fp8="NORM_SHARED", residual_rmsnorm_forward_fp8="NORM_SHARED"),
+    "norm_fp8": kernels(residual_layernorm_forward_fp8="NORM_SHARED",
+                        residual_rmsnorm_forward_fp8="NORM_SHARED"),
     "classifier": kernels(classifier="CLASSIFIER_SHARED"),
-    "hopper/classifier_capped": kernels(classifier_capped="CAPPED_SHARED"),  # bfloat16: instead of two others
+    # in bfloat16, instead of `classifier` and `logits_bias`
+    "hopper/classifier_capped": kernels(classifier_capped="CAPPED_SHARED"),
     "logits_bias": kernels("logits_bias_backward"),
     "transpose": kernels("transpose"),
     "column_sums": kernels("column_sums"),
-    "update": kernels("copy_batch", "loss_mean", "add_gradients", "global_norm", "prepare_update", "adamw_update",
-                      "round_weights"),
+    "update": kernels("copy_batch", "loss_mean", "add_gradients", "global_norm", "prepare_update",
+                      "adamw_update", "round_weights"),
     "muon": kernels("muon_momentum", "muon_squares", "muon_normalize", "muon_update"),
 }
-ATTENTION_FP8 = kernels(attention_backward_dquery_fp8="ATTENTION_DQUERY_SHARED",  # Hopper only
+# of hopper/attention.cu and hopper/matmul_fp8.cu, beside the others
+ATTENTION_FP8 = kernels(attention_backward_dquery_fp8="ATTENTION_DQUERY_SHARED",
                         attention_backward_dkv_fp8="ATTENTION_DKV_SHARED")
-UPDATE = {"UPDATE_THREADS": 256, "UPDATE_LOSS_THREADS": 1024, "UPDATE_ADAMW_NUMBERS": 4, "UPDATE_CHUNK": UPDATE_CHUNK}
+QKNORM_FP8 = kernels(matmul_fp8_qknorm="MATMUL_FP8_GELU_SHARED")
+
+UPDATE = {"UPDATE_THREADS": 256, "UPDATE_LOSS_THREADS": 1024, "UPDATE_ADAMW_NUMBERS": 4,
+          "UPDATE_CHUNK": UPDATE_CHUNK}
 
 
 def check_sizes(config, fp8=False, qknorm=False):
-    """Raise UserError for a model that the kernels do not support; qknorm: those that normalize queries and keys."""
+    """Raise UserError for a model that the kernels do not support; qknorm: those that normalize
+    queries and keys."""
     C, HS, F, Vp = config.C, config.HS, config.F, config.Vp
     if fp8 and (C % 16 or F % 16):
         raise UserError(f"C={C}, F={F}: --dtype fp8 expects multiples of 16: pass --dtype bfloat16")
     if fp8 and (Vp % 16 or Vp > CLASSIFIER_ROW // 2):
-        raise UserError(f"{Vp} rows of the classifier's weight: --dtype fp8 expects a multiple of 16, up to"
-                        f" {CLASSIFIER_ROW // 2}: pass --dtype bfloat16")
+        raise UserError(f"{Vp} rows of the classifier's weight: --dtype fp8 expects a multiple of"
+                        f" 16, up to {CLASSIFIER_ROW // 2}: pass --dtype bfloat16")
     if qknorm and HS & HS - 1:
-        raise UserError(f"heads of {HS} channels: on a GPU, QK-norm expects 16, 32, 64 or 128; train this model on the"
-                        f" CPU: python {type(config).__module__}.py")
+        raise UserError(f"heads of {HS} channels: on a GPU, QK-norm expects 16, 32, 64 or 128;"
+                        f" train this model on the CPU: python {type(config).__module__}.py")
     if HS % 16 or HS > 128 or C > 8192 or C % 8 or F % 8:
-        raise UserError(f"C={C} with NH={config.NH} heads of {HS} channels, F={F}: the GPU kernels expect C and F to be"
-                        " multiples of 8, C up to 8192, heads of 16, 32, ... 128; train this model on the CPU:"
-                        f" python {type(config).__module__}.py")
+        raise UserError(f"C={C} with NH={config.NH} heads of {HS} channels, F={F}: the GPU kernels"
+                        " expect C and F to be multiples of 8, C up to 8192, heads of 16, 32, ..."
+                        f" 128; train this model on the CPU: python {type(config).__module__}.py")
 
 
 def hopper_attention(config, precision, arch):
-    """Whether attention uses Hopper's own tensor core instructions, not those of every GPU from sm_80 on."""
+    """Whether attention uses Hopper's own tensor core instructions, not those of every GPU from
+    sm_80 on."""
     return arch == "sm_90a" and config.HS in (64, 128) and precision.bf16
 
 
@@ -99,30 +129,45 @@ def hopper_matmul(precision, arch):
 
 def kernel_files(architecture, config, precision, arch, matmul="auto"):
     """{layer: KernelFile} of a run. matmul: as Matmul's library."""
-    ours, geometry = hopper_matmul(precision, arch) and matmul != "cublaslt", layer_geometry(config, precision, arch)
-    layers = [layer for layer in architecture.KERNELS if ours or layer in KERNELS]
+    geometry = layer_geometry(config, precision, arch)
+    has_matmuls = hopper_matmul(precision, arch) and matmul != "cublaslt"
+    layers = [layer for layer in architecture.LAYERS if has_matmuls or layer in KERNELS]
     if precision.fp8:
         layers += ["fp8", "norm_fp8", "matmul_fp8"]
-    if "logits_bias" in layers and geometry["classifier_capped"]["CAPPED_CLUSTER"]:
-        layers = [layer for layer in layers if layer not in ("classifier", "logits_bias")] + ["classifier_capped"]
-    files, constants = {}, model_constants(config, precision) | architecture.CONSTANTS
+    if architecture.HAS.capped and geometry["classifier_capped"]["CAPPED_CLUSTER"]:
+        layers = [layer for layer in layers if layer not in ("classifier", "logits_bias")]
+        layers.append("classifier_capped")
+
+    files = {}
+    constants = model_constants(config, precision) | architecture.CONSTANTS
     for layer in layers:
         name = layer if layer in KERNELS else f"hopper/{layer}"
-        shared, numbers = KERNELS[name], geometry.get(layer, {})
+        shared = KERNELS[name]
         if layer == "attention" and hopper_attention(config, precision, arch):
-            name, shared = "hopper/attention", shared | (ATTENTION_FP8 if precision.fp8 else {})
-        if layer == "matmul_fp8" and "qknorm" in layers:
-            shared = shared | kernels(matmul_fp8_qknorm="MATMUL_FP8_GELU_SHARED")
-        files[layer] = KernelFile(name, tuple(shared), constants | numbers,
-                                  {kernel: numbers[constant] for kernel, constant in shared.items() if constant})
+            name = "hopper/attention"
+            if precision.fp8:
+                shared = shared | ATTENTION_FP8
+        if layer == "matmul_fp8" and architecture.HAS.qknorm:
+            shared = shared | QKNORM_FP8
+
+        numbers = geometry.get(layer, {})
+        sizes = {kernel: numbers[constant] for kernel, constant in shared.items() if constant}
+        files[layer] = KernelFile(name, tuple(shared), constants | numbers, sizes)
     return files
 
 
 def model_constants(config, precision):
     """The -D constants of every file."""
-    sizes = {f"MODEL_{name.upper()}": getattr(config, name) for name in ("C", "NH", "NKV", "HS", "F", "V", "Vp")}
-    return sizes | {"BFLOAT16": int(precision.bf16), "FLOAT32_GRADS": int(precision.grads == "float32"),
-                    "TF32": precision.tf32, "ROW_GROUPS": ROW_GROUPS, "MODEL_BIASES": 0, "MODEL_RELU2": 0}
+    sizes = "C", "NH", "NKV", "HS", "F", "V", "Vp"
+    return {
+        **{f"MODEL_{name.upper()}": getattr(config, name) for name in sizes},
+        "BFLOAT16": int(precision.bf16),
+        "FLOAT32_GRADS": int(precision.grads == "float32"),
+        "TF32": precision.tf32,
+        "ROW_GROUPS": ROW_GROUPS,
+        "MODEL_BIASES": 0,
+        "MODEL_RELU2": 0,
+    }
 
 
 def launch_geometry(config, precision, arch):
@@ -133,110 +178,172 @@ def launch_geometry(config, precision, arch):
 
 def layer_geometry(config, precision, arch):
     """{layer: {constant: int}}, of layers that have constants."""
+    C = config.C
     matmul = matmul_geometry() if hopper_matmul(precision, arch) else {}
-    norm, C = layernorm_geometry(config, precision, arch), config.C
-    norm_rows = 32 if C <= 3072 else 16  # which a block transposes in shared memory; up to C=6144, two or more fit
+    norm = layernorm_geometry(config, precision, arch)
+    # which a block transposes in shared memory; up to C=6144, two or more blocks fit
+    norm_rows = 32 if C <= 3072 else 16
+    # columns of a tile of a result of C columns, whose inner dimension is long; C=1600 has no
+    # others
+    long_columns = 160 if C % 192 and C % 160 == 0 else 192
+    span = WARP * (32 if precision.bf16 else 16)  # channels of a warp
     return {
-        "encoder": {"ENCODER_THREADS": 256, "ENCODER_SPANS": blocks(C, WARP * (32 if precision.bf16 else 16))},
-        "layernorm": norm, "rmsnorm": norm,
+        "encoder": {"ENCODER_THREADS": 256, "ENCODER_SPANS": blocks(C, span)},
+        "layernorm": norm,
+        "rmsnorm": norm,
         "norm_fp8": norm | {"NORM_TILE_ROWS": norm_rows, "NORM_SHARED": norm_rows * C + 128},
         "attention": attention_geometry(config, precision, arch),
-        "matmul": matmul, "matmul_swiglu": matmul,
-        # columns of a tile of a result of C columns, whose inner dimension is long; 1600 is a multiple of 160
-        "matmul_fp8": matmul | {"MATMUL_FP8_LONG_BN": 160 if C % 192 and C % 160 == 0 else 192},
+        "matmul": matmul,
+        "matmul_swiglu": matmul,
+        "matmul_fp8": matmul | {"MATMUL_FP8_LONG_BN": long_columns},
         "fp8": {"FP8_SIDE": 64, "FP8_THREADS": 128, "FP8_HISTORY": FP8_HISTORY},
         "classifier": classifier_geometry(config, precision, arch),
         "classifier_capped": capped_geometry(config, precision, arch),
         "transpose": {"TRANSPOSE_SIDE": 64, "TRANSPOSE_THREADS": 256},
         "column_sums": {"COLUMN_SUMS_THREADS": 512, "COLUMN_SUMS_COLUMNS": WARP},
-        "update": UPDATE, "muon": UPDATE,
+        "update": UPDATE,
+        "muon": UPDATE,
     }
 
 
 def layernorm_geometry(config, precision, arch):
-    """ROW_WARPS: warps that share a row of C elements. ROWS: rows that a block works on at once. BLOCKS: blocks on a
-    multiprocessor in the backward pass. AHEAD: that pass copies the next row of dout, inp and dinp to shared memory
-    while it works on the current one, on GPUs with room for two such blocks; not in float32, too large for some GPUs.
-    """
+    """ROW_WARPS: warps that share a row of C elements. ROWS: rows that a block works on at once.
+    BLOCKS: blocks on a multiprocessor in the backward pass. AHEAD: that pass copies the next row of
+    dout, inp and dinp to shared memory while it works on the current one, on GPUs with room for two
+    such blocks; not in float32, too large for some GPUs."""
     C, number = config.C, capability(arch)
     row_warps = 1 if C <= 768 else 2 if C <= 1536 else 4 if C <= 3072 else 8
-    rows, ahead = BLOCK_THREADS // WARP // row_warps, precision.bf16 and number not in (86, 89) and number < 120
-    return {"LAYERNORM_THREADS": BLOCK_THREADS, "LAYERNORM_ROW_WARPS": row_warps, "LAYERNORM_ROWS": rows,
-            "LAYERNORM_BLOCKS": 2 if precision.bf16 else 1, "LAYERNORM_AHEAD": int(ahead),
-            "LAYERNORM_SHARED": rows * 2 * 3 * 2 * C if ahead else 0}
+    rows = BLOCK_THREADS // WARP // row_warps
+    ahead = precision.bf16 and number not in (86, 89) and number < 120
+    return {
+        "LAYERNORM_THREADS": BLOCK_THREADS,
+        "LAYERNORM_ROW_WARPS": row_warps,
+        "LAYERNORM_ROWS": rows,
+        "LAYERNORM_BLOCKS": 2 if precision.bf16 else 1,
+        "LAYERNORM_AHEAD": int(ahead),
+        # two rows of three tensors of bfloat16
+        "LAYERNORM_SHARED": rows * 2 * 3 * 2 * C if ahead else 0,
+    }
 
 
 def attention_geometry(config, precision, arch):
-    """FORWARD_ROWS, BACKWARD_ROWS: resident rows of a block. PASSING: rows of the tiles that stream by. SHARED: bytes
-    of a block's tiles, and of what it keeps beside them."""
+    """FORWARD_ROWS, BACKWARD_ROWS: resident rows of a block. PASSING: rows of the tiles that stream
+    by. SHARED: bytes of a block's tiles, and of what it keeps beside them."""
     HS = config.HS
     if hopper_attention(config, precision, arch):
         return attention_hopper_geometry(HS) | {"ATTENTION_FP8": int(precision.fp8)}
-    small, size = HS <= 64, 2 if precision.bf16 else 4
-    row = 4 * size * (HS + 8 if precision.bf16 else blocks(HS, 32) * 32)  # bytes for two pairs of padded tiles: mma.cuh
-    passing = 64 if precision.bf16 or small and arch != "sm_75" else 32  # sm_75 has 64 KB of shared memory
-    dkv_passing = 32 if precision.bf16 and not small else passing
-    two_tiles = small and (precision.bf16 or precision.tf32)  # of 16 rows, for each warp, if registers allow
+
+    is_small = HS <= 64
+    # channels of a row of a tile: mma.cuh
+    padded = HS + 8 if precision.bf16 else blocks(HS, 32) * 32
+    row = 4 * padded * (2 if precision.bf16 else 4)  # bytes for two pairs of tiles
+    passing = 64 if precision.bf16 or is_small and arch != "sm_75" else 32  # sm_75 has 64 KB
+    dkv_passing = 32 if precision.bf16 and not is_small else passing
+    # of 16 rows, for each warp, if registers allow
+    two_tiles = is_small and (precision.bf16 or precision.tf32)
     return {
-        "ATTENTION_THREADS": 128, "ATTENTION_READ_ROWS": 0, "ATTENTION_FP8": 0,  # no TMA
-        "ATTENTION_FORWARD_ROWS": 128 if two_tiles else 64, "ATTENTION_BACKWARD_ROWS": ATTENTION_ROWS,
-        "ATTENTION_PASSING": passing, "ATTENTION_DKV_PASSING": dkv_passing,
-        "ATTENTION_FORWARD_SHARED": passing * row, "ATTENTION_DQUERY_SHARED": passing * row,
+        "ATTENTION_THREADS": 128,
+        "ATTENTION_READ_ROWS": 0,  # no TMA
+        "ATTENTION_FP8": 0,
+        "ATTENTION_FORWARD_ROWS": 128 if two_tiles else 64,
+        "ATTENTION_BACKWARD_ROWS": ATTENTION_ROWS,
+        "ATTENTION_PASSING": passing,
+        "ATTENTION_DKV_PASSING": dkv_passing,
+        "ATTENTION_FORWARD_SHARED": passing * row,
+        "ATTENTION_DQUERY_SHARED": passing * row,
         "ATTENTION_DKV_SHARED": dkv_passing * (row + 4 * 4),  # and lse and D, double-buffered
     }
 
 
 def attention_hopper_geometry(HS):
-    """TMA reads boxes of READ_ROWS rows and half of a head of 128, or all of a head of 64, and writes boxes of a warp's
-    16 rows. A stage is a pair of tiles, key and value or, in dkv, query and dout: of FORWARD_KEYS rows in the forward
-    pass, else of READ_ROWS."""
-    groups, row, read_rows, forward_keys, forward_stages = 2, 2 * HS, 4096 // HS, 8192 // HS, 4
-    stages, rows = 8 if HS == 64 else 5, groups * ATTENTION_ROWS
+    """TMA reads boxes of READ_ROWS rows and half of a head of 128, or all of a head of 64, and
+    writes boxes of a warp's 16 rows. A stage is a pair of tiles, key and value or, in dkv, query
+    and dout: of FORWARD_KEYS rows in the forward pass, else of READ_ROWS."""
+    groups = 2  # warpgroups that compute; one more loads
+    rows = groups * ATTENTION_ROWS
+    row = 2 * HS  # bytes
+
+    read_rows = 4096 // HS
+    stages = 8 if HS == 64 else 5
     backward_shared = (4 * rows + 2 * stages * read_rows) * row + 1024
+
+    forward_keys = 8192 // HS
+    forward_stages = 4
+    forward_shared = (2 * rows + 2 * forward_stages * forward_keys) * row + 1024
     return {
-        "ATTENTION_GROUPS": groups, "ATTENTION_THREADS": (1 + groups) * WARPGROUP,  # and one group that loads
-        "ATTENTION_FORWARD_ROWS": rows, "ATTENTION_BACKWARD_ROWS": rows,
-        "ATTENTION_READ_ROWS": read_rows, "ATTENTION_WRITE_ROWS": 16, "ATTENTION_BOX_COLUMNS": 64,
-        "ATTENTION_FORWARD_KEYS": forward_keys, "ATTENTION_FORWARD_STAGES": forward_stages,
-        "ATTENTION_DQUERY_STAGES": stages, "ATTENTION_DKV_STAGES": stages,
-        "ATTENTION_FORWARD_SHARED": (2 * rows + 2 * forward_stages * forward_keys) * row + 1024,
-        "ATTENTION_DQUERY_SHARED": backward_shared, "ATTENTION_DKV_SHARED": backward_shared,
+        "ATTENTION_GROUPS": groups,
+        "ATTENTION_THREADS": (1 + groups) * WARPGROUP,
+        "ATTENTION_FORWARD_ROWS": rows,
+        "ATTENTION_BACKWARD_ROWS": rows,
+        "ATTENTION_READ_ROWS": read_rows,
+        "ATTENTION_WRITE_ROWS": 16,
+        "ATTENTION_BOX_COLUMNS": 64,
+        "ATTENTION_FORWARD_KEYS": forward_keys,
+        "ATTENTION_FORWARD_STAGES": forward_stages,
+        "ATTENTION_DQUERY_STAGES": stages,
+        "ATTENTION_DKV_STAGES": stages,
+        "ATTENTION_FORWARD_SHARED": forward_shared,
+        "ATTENTION_DQUERY_SHARED": backward_shared,
+        "ATTENTION_DKV_SHARED": backward_shared,
     }
 
 
 def matmul_geometry():
-    """BM, BN: rows and columns of an output tile; those of the forward pass may also be NARROW_BN columns wide. BK: a
-    step along the inner dimension, 128 bytes. STRIP: columns that TMA writes at once."""
-    stages, BM, BN, BK, strip = 4, MATMUL_ROWS, 192, 64, 64
+    """BM, BN: rows and columns of an output tile; those of the forward pass may also be NARROW_BN
+    columns wide. BK: a step along the inner dimension, 128 bytes. STRIP: columns that TMA writes at
+    once."""
+    BM, BN, BK = MATMUL_ROWS, 192, 64
+    gelu_BN = 128
+    stages = 4
+    strip = 64
     return {
-        "MATMUL_BM": BM, "MATMUL_BN": BN, "MATMUL_NARROW_BN": 160, "MATMUL_BK": BK, "MATMUL_STAGES": stages,
-        "MATMUL_STRIP": strip, "MATMUL_NARROW_STRIP": 32,
+        "MATMUL_BM": BM,
+        "MATMUL_BN": BN,
+        "MATMUL_NARROW_BN": 160,
+        "MATMUL_BK": BK,
+        "MATMUL_STAGES": stages,
+        "MATMUL_STRIP": strip,
+        "MATMUL_NARROW_STRIP": 32,
         "MATMUL_THREADS": 3 * WARPGROUP,  # one group loads, two compute
         "MATMUL_GELU_THREADS": 4 * WARPGROUP,  # and one does GELU; in FP8, three compute
-        "MATMUL_FP8_GELU_BN": 128, "MATMUL_FP8_GELU_SHARED": 2 * (stages * (BM + 128) * BK + 6 * BM * strip),
+        "MATMUL_FP8_GELU_BN": gelu_BN,
+        "MATMUL_FP8_GELU_SHARED": 2 * (stages * (BM + gelu_BN) * BK + 6 * BM * strip),
         "MATMUL_SHARED": 2 * (stages * (BM + BN) * BK + 4 * BM * strip),
     }
 
 
 def classifier_geometry(config, precision, arch):
-    """ROWS_ON_CHIP: rows of logits on a multiprocessor, one for each of its blocks; 0 if not used. SHARED: bytes of a
-    row in shared memory. The last one of up to 8 parts may be in registers, 32 bytes of a thread."""
-    row, part = config.Vp * (2 if precision.bf16 else 4), CLASSIFIER_ROW // 8
+    """ROWS_ON_CHIP: rows of logits on a multiprocessor, one for each of its blocks; 0 if not used.
+    SHARED: bytes of a row in shared memory. The last one of up to 8 parts may be in registers, 32
+    bytes of a thread."""
+    row = config.Vp * (2 if precision.bf16 else 4)  # bytes
+    part = CLASSIFIER_ROW // 8
     rows = 0 if arch != "sm_90a" or row > CLASSIFIER_ROW else 2 if row <= 110 << 10 else 1
-    return {"CLASSIFIER_ROWS_ON_CHIP": rows, "CLASSIFIER_SHARED": min(row, 7 * part) if rows else 0,
-            "CLASSIFIER_THREADS": 1024 // rows if rows else 256 if precision.bf16 else 1024,
-            "CLASSIFIER_FP8": int(precision.fp8)}
+    threads = 1024 // rows if rows else 256 if precision.bf16 else 1024
+    return {
+        "CLASSIFIER_ROWS_ON_CHIP": rows,
+        "CLASSIFIER_SHARED": min(row, 7 * part) if rows else 0,
+        "CLASSIFIER_THREADS": threads,
+        "CLASSIFIER_FP8": int(precision.fp8),
+    }
 
 
 def capped_geometry(config, precision, arch):
-    """CLUSTER: blocks that share a row, 0 if not used. COLUMNS of each, and WARPS, each for 1024 columns. STAGES: rows
-    that a multiprocessor, which has one block, holds at once: 220 KB. SMS: multiprocessors for each cluster, as not all
-    of an H100's 132 fit into clusters of 4."""
+    """CLUSTER: blocks that share a row, 0 if not used. COLUMNS of each, and WARPS, each for 1024
+    columns. STAGES: rows that a multiprocessor, which has one block, holds at once: 220 KB. SMS:
+    multiprocessors for each cluster, as not all of an H100's 132 fit into clusters of 4."""
     if not hopper_matmul(precision, arch) or config.Vp > CLASSIFIER_ROW // 2:
         return {"CAPPED_CLUSTER": 0, "CAPPED_SMS": 2}
+
     cluster = 2 if config.Vp <= CLASSIFIER_ROW // 4 else 4
     columns = blocks(config.Vp, 16 * cluster) * 16
     stages = min(8, (220 << 10) // (2 * columns))
-    return {"CAPPED_CLUSTER": cluster, "CAPPED_COLUMNS": columns, "CAPPED_WARPS": blocks(columns, 1024),
-            "CAPPED_SMS": 2 if cluster == 2 else 5, "CAPPED_STAGES": stages, "CAPPED_SHARED": 2 * stages * columns,
-            "CLASSIFIER_FP8": int(precision.fp8)}
+    return {
+        "CAPPED_CLUSTER": cluster,
+        "CAPPED_COLUMNS": columns,
+        "CAPPED_WARPS": blocks(columns, 1024),
+        "CAPPED_SMS": 2 if cluster == 2 else 5,
+        "CAPPED_STAGES": stages,
+        "CAPPED_SHARED": 2 * stages * columns,
+        "CLASSIFIER_FP8": int(precision.fp8),
+    }

@@ -1,5 +1,5 @@
-"""Which rank owns which elements of the parameters. Every rank owns a part of each layer's matrices, and of each run of
-adjacent other tensors, so that each transfer keeps all ranks busy."""
+"""Which rank owns which elements of the parameters. Every rank owns a part of each layer's
+matrices, and of each run of adjacent other tensors, so that each transfer keeps all ranks busy."""
 
 import bisect
 import itertools
@@ -7,114 +7,170 @@ from typing import NamedTuple
 
 import numpy as np
 
-PARTS = 16  # of a segment, which no chunk crosses: chunks are the same for any number of ranks that divides 16
+from llmc.gpu.messages import REST
+
+# of a segment, which no chunk crosses: chunks are the same for any number of ranks that divides 16
+CUTS = 16
 UPDATE_CHUNK = 8192  # elements, at most
-CHUNKS = np.dtype([("local", "i8"), ("flat", "i8"), ("received", "i8"), ("stride", "i4"), ("count", "i4"),
-                   ("index", "i4"), ("rate", "f4"), ("decay", "f4"), ("at_random", "i4")], align=True)  # update.cuh's
-REST = None, None  # instead of a matrix's (name, layer): embeddings, biases, layernorms
+CHUNKS = np.dtype([
+    ("local", "i8"),  # where it begins in the buffers of the rank's share
+    ("flat", "i8"),  # in the flat buffer of the parameters
+    ("received", "i8"),  # in the receive buffer: rank 0's gradients of it
+    ("stride", "i4"),  # from one rank's gradients to the next's
+    ("count", "i4"),  # elements
+    # among all ranks' chunks: sums over all parameters add up the chunks' in this order
+    ("index", "i4"),
+    ("rate", "f4"),  # factor of the learning rate
+    ("decay", "f4"),  # weight decay
+    ("at_random", "i4"),  # whether always rounded stochastically
+], align=True)  # update.cuh's
 
 
 class Segment(NamedTuple):
-    """One layer's matrix, an untied classifier's weight, or tensors of the rest that are adjacent in the flat buffer
-    of the parameters."""
+    """One layer's matrix, an untied classifier's weight, or tensors of the rest that are adjacent
+    in the flat buffer of the parameters."""
 
-    name: str | None
+    name: str  # or REST
     layer: int | None
-    begin: int
+    begin: int  # in elements, as all offsets here
     size: int
 
 
-class Piece(NamedTuple):
-    """The part of a segment that a rank owns. Offsets and size are in elements."""
+class Part(NamedTuple):
+    """The part of a segment that a rank owns."""
 
     begin: int  # in the flat buffer
     local: int  # in the buffers of the rank's share
-    received: int  # in the receive buffer, the same on all ranks: rank 0's gradients of it, then the other ranks'
+    # in the receive buffer, the same on all ranks: rank 0's gradients of it, then the other ranks'
+    received: int
     size: int
     segment: Segment
 
 
-class Shares:
-    """How `ranks` ranks divide a table of parameters."""
+class Treatment(NamedTuple):
+    """How the optimizer treats a tensor: the last fields of CHUNKS."""
 
-    def __init__(self, table, ranks, weight_decay=0.0, decay_all=False, llmc=False, rates=None):
-        """llmc: divide as llm.c does, which cuts every tensor layer by layer. rates: AdamW.RATES."""
-        self.table, self.ranks, self.llmc, self.segments = table, ranks, llmc, []
-        self.spans, self.size = [], 0  # (begin, rate, decay, whether rounded at random), until the next one's begin
+    rate: float
+    decay: float
+    at_random: bool
+
+
+class Shares:
+    """How ranks divide a table of parameters."""
+
+    def __init__(self, table, rank_count, weight_decay=0.0, decay_all=False, llmc=False):
+        """decay_all: weights of all tensors decay, not only those of rows that say so. llmc: divide
+        as llm.c does, which cuts every tensor layer by layer."""
+        self.table, self.rank_count, self.llmc = table, rank_count, llmc
+        self.segments = []
+        # of runs of tensors that are treated alike
+        self.begins = []
+        self.treatments = []
+        self.size = 0
+
         for name, row in table.items():
-            is_matrix = row.stacked and row.decays
-            treatment = (rates or {}).get(name, 1.0), weight_decay if decay_all or row.decays else 0.0, row.ones
-            if not self.spans or self.spans[-1][1:] != treatment:
-                self.spans.append((self.size, *treatment))
-            count = row.shape[0] if is_matrix or row.stacked and llmc else 1
-            for l in range(count):
-                key = (name, l) if is_matrix else (name, None) if row.early else REST
-                segment = Segment(*key, self.size, row.size // count)
-                self.size += segment.size
-                if self.segments and segment[:2] == REST == self.segments[-1][:2] and not llmc:
-                    before = self.segments.pop()
-                    segment = before._replace(size=before.size + segment.size)
+            decay = row.decay * weight_decay if decay_all or row.decays else 0.0
+            treatment = Treatment(row.rate, decay, row.ones)
+            if not self.treatments or self.treatments[-1] != treatment:
+                self.begins.append(self.size)
+                self.treatments.append(treatment)
+            self.add_segments(name, row)
+
+    def add_segments(self, name, row):
+        """Append the segments of the next tensor of the table; one of the rest becomes part of the
+        one before."""
+        is_cut = row.is_matrix or row.stacked and self.llmc
+        count = row.shape[0] if is_cut else 1
+        for l in range(count):
+            segment = Segment(name if row.is_matrix or row.early else REST,
+                              l if row.is_matrix else None, self.size, row.size // count)
+            self.size += segment.size
+
+            before = self.segments[-1] if self.segments else None
+            if before and before.name == segment.name == REST and not self.llmc:
+                self.segments[-1] = before._replace(size=before.size + segment.size)
+            else:
                 self.segments.append(segment)
 
-    def pieces(self, rank):
-        """The Pieces of a rank, in the flat buffer's order."""
-        pieces, local, received = [], 0, 0
+    def parts_of(self, rank):
+        """The Parts of a rank, in the flat buffer's order."""
+        parts = []
+        local = received = 0
         for segment in self.segments:
-            begin, size = self.parts(segment)[rank]
+            begin, size = self.cut(segment)[rank]
             if size:
-                pieces.append(Piece(begin, local, received, size, segment))
+                parts.append(Part(begin, local, received, size, segment))
             local += size
             received += self.room(segment)
-        return pieces
+        return parts
 
-    def cut(self, size, part, parts):
-        """Where part number `part` of a segment begins: at a multiple of 8 elements, or, like its end, at any."""
-        unit = 1 if self.llmc or part == parts else 8
-        return size // unit * part // parts * unit
+    def cut(self, segment):
+        """[(begin, size)] of each rank's part of a segment, in the flat buffer."""
+        count = self.rank_count
+        edges = [segment.begin + self.edge(segment.size, rank, count) for rank in range(count + 1)]
+        return [(begin, end - begin) for begin, end in itertools.pairwise(edges)]
+
+    def edge(self, size, number, count):
+        """Where part `number` of `count` begins: at a multiple of 8 elements, or, like the last
+        one's end, at any."""
+        unit = 1 if self.llmc or number == count else 8
+        return size // unit * number // count * unit
 
     def room(self, segment):
-        """Elements of the receive buffer for a segment: all ranks' gradients of its largest piece, the last rank's."""
-        return self.ranks * self.parts(segment)[-1][1]
+        """Elements of the receive buffer for a segment: all ranks' gradients of its largest part,
+        the last rank's."""
+        return self.rank_count * self.cut(segment)[-1][1]
 
     def received_size(self):
         """Elements of the receive buffer; it has gaps where other ranks receive more."""
         return sum(map(self.room, self.segments))
 
-    def parts(self, segment):
-        """(begin, size) of each rank's part, in the flat buffer."""
-        edges = [segment.begin + self.cut(segment.size, rank, self.ranks) for rank in range(self.ranks + 1)]
-        return [(begin, end - begin) for begin, end in itertools.pairwise(edges)]
-
     def share_size(self, rank):
         """Elements that a rank owns; the last rank owns the most."""
-        return sum(piece.size for piece in self.pieces(rank))
+        return sum(part.size for part in self.parts_of(rank))
 
     def chunks(self, rank):
-        """Return a rank's chunks, (n,) CHUNKS; where their three groups end: the first layer's matrices, the rest, the
-        other layers' matrices; and how many chunks all ranks have. Sums over all parameters add up the chunks' in the
-        order of `index`. received: where rank 0's gradients begin in the receive buffer; stride: from one rank's to the
-        next's."""
-        groups, index, starts = ([], [], []), 0, [start for start, *_ in self.spans]
-        owned = {piece.segment.begin: piece for piece in self.pieces(rank)}
-        for _, layer, begin, size in self.segments:
-            chunks = groups[0 if layer == 0 else 1 if layer is None else 2]
-            edges = {begin + self.cut(size, part, parts) for parts in (PARTS, self.ranks) for part in range(parts + 1)}
-            edges |= {start for start in starts if begin < start < begin + size}
-            piece = owned.get(begin)
-            for edge, end in itertools.pairwise(sorted(edges)):
-                treatment = self.spans[bisect.bisect(starts, edge) - 1][1:]
-                for flat in range(edge, end, UPDATE_CHUNK):
-                    count = min(UPDATE_CHUNK, end - flat)
-                    if piece and piece.begin <= flat < piece.begin + piece.size:
-                        within = flat - piece.begin
-                        chunks.append((piece.local + within, flat, piece.received + within, piece.size, count, index,
-                                       *treatment))
+        """What the optimizer works on. Returns
+
+        chunks  (n,) CHUNKS of a rank: the first layer's matrices, the rest, the other layers'
+        matrices ends    [where each of these three groups ends] count   how many chunks all ranks
+        have"""
+        first_layer, rest, other_layers = [], [], []
+        owned = {part.segment: part for part in self.parts_of(rank)}
+        index = 0
+
+        for segment in self.segments:
+            if segment.layer is None:
+                group = rest
+            else:
+                group = first_layer if segment.layer == 0 else other_layers
+            part = owned.get(segment)
+            for begin, end in self.runs(segment):
+                treatment = self.treatments[bisect.bisect(self.begins, begin) - 1]
+                for flat in range(begin, end, UPDATE_CHUNK):
+                    if part and part.begin <= flat < part.begin + part.size:
+                        within = flat - part.begin
+                        group.append((part.local + within, flat, part.received + within, part.size,
+                                      min(UPDATE_CHUNK, end - flat), index, *treatment))
                     index += 1
-        ends = np.cumsum([len(chunks) for chunks in groups]).tolist()
-        return np.array([chunk for chunks in groups for chunk in chunks], CHUNKS), ends, index
+
+        groups = first_layer, rest, other_layers
+        ends = np.cumsum([len(group) for group in groups]).tolist()
+        return np.array([chunk for group in groups for chunk in group], CHUNKS), ends, index
+
+    def runs(self, segment):
+        """Yield the (begin, end) of the runs of elements that no edge of a part cuts, for this
+        number of ranks and for CUTS, and that are treated alike."""
+        edges = {segment.begin + self.edge(segment.size, number, count)
+                 for count in (CUTS, self.rank_count) for number in range(count + 1)}
+        edges |= {begin for begin in self.begins if segment.begin < begin < segment.begin
+                  + segment.size}
+        return itertools.pairwise(sorted(edges))
 
     def take(self, flat, rank):
-        """Copy a rank's share out of a flat array on the host; on one rank, return the array itself."""
-        if self.ranks == 1:
+        """Copy a rank's share out of a flat array on the host; on one rank, return the array
+        itself."""
+        if self.rank_count == 1:
             return flat
-        return np.concatenate([flat[:0], *(flat[at.begin : at.begin + at.size] for at in self.pieces(rank))])
+        parts = [flat[part.begin : part.begin + part.size] for part in self.parts_of(rank)]
+        return np.concatenate([flat[:0], *parts])

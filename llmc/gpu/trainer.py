@@ -1,177 +1,125 @@
-"""What surrounds a training step on a GPU: buffers and whether they fit, batches in pinned memory, reports, copies of
-the state.
+"""What surrounds a training step on a GPU: opening the model there, batches in pinned memory, the
+step's graph, reports.
 
-It knows parameters, gradients and steps, but no layer. Of an architecture, a class like GPT2 of train_gpt2_cuda.py, it
-uses KERNELS, READS, RECOMPUTED, parameter_table, tables, Optimizer, resolve_auto and what decoder.py asks for; of its
-instances, activations (among them `losses`), training_activations, trunk, classify, backward, micro_step, train_step,
-update and capture.
-"""
+Of an architecture, a class like GPT2 of train_gpt2_cuda.py, it uses HAS, LAYERS, INPUTS,
+RECOMPUTED, parameter_table, tables, Optimizer, resolve_auto and what decoder.py asks for; of its
+instances, activations (among them `losses`), training_activations, trunk, classify, backward,
+micro_step, train_step, update and capture."""
 
-import bisect
-import dataclasses
 import time
 from types import SimpleNamespace
 
 import numpy as np
 
-from llmc.checkpoint import Owned
 from llmc.errors import UserError
-from llmc.gpu.batch import batch_table, sort_tokens, sorted_tokens
-from llmc.gpu.cublaslt import WORKSPACE
-from llmc.gpu.decoder import Decoder, decode_files
+from llmc.gpu.batch import sort_tokens, sorted_tokens
 from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, to_float32
 from llmc.gpu.geometry import check_sizes, kernel_files, launch_geometry
-from llmc.gpu.matmul import ALIGN, Matmul
+from llmc.gpu.matmul import Linears, Matmul
+from llmc.gpu.memory import Block, allocate_plan
+from llmc.gpu.messages import Messages
+from llmc.gpu.plan import check_memory, shares_of, state_name
 from llmc.gpu.precision import copy_weights
-from llmc.gpu.shares import Shares
 from llmc.loop import Update, check_update
-from llmc.outliers import RECENT, reason_to_skip
+from llmc.outliers import reason_to_skip
 from llmc.single_process import SINGLE_PROCESS
-from llmc.tensors import Row, Tensors, allocate, flat, table_bytes, views
+from llmc.tensors import Tensors, allocate, flat, views
 
 NOT_READY = 600  # cudaErrorNotReady
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # opening a model on a GPU
 
-STATIC_SHARED = 10 << 10  # bytes of shared memory that attention's kernels declare themselves, at most
+# bytes of shared memory that attention's kernels declare themselves, at most
+STATIC_SHARED = 10 << 10
 
 
 def open_device(architecture, gpu, config, precision, matmul="auto", text=False):
-    """(Device with this model's kernels, Matmul). text: with a Decoder's kernels, too. Raises UserError for a model
-    that is too large for the kernels or this GPU."""
-    check_sizes(config, precision.fp8, "qknorm" in architecture.KERNELS)
+    """(Device with this model's kernels, Matmul). text: with a Decoder's kernels, too. Raises
+    UserError for a model that is too large for the kernels or this GPU."""
+    check_sizes(config, precision.fp8, architecture.HAS.qknorm)
     files = kernel_files(architecture, config, precision, gpu.arch, matmul)
     needed = max(files["attention"].shared.values()) + STATIC_SHARED
     if needed > gpu.shared:
-        raise UserError(f"heads of {config.HS} channels need {needed} bytes of shared memory in a block,"
-                        f" {gpu.name} has {gpu.shared}: train this model with: python {type(config).__module__}.py")
-    geometry, files = launch_geometry(config, precision, gpu.arch), list(files.values())
+        raise UserError(f"heads of {config.HS} channels need {needed} bytes of shared memory in a"
+                        f" block, {gpu.name} has {gpu.shared}: train this model with: python"
+                        f" {type(config).__module__}.py")
+
+    files = list(files.values())
+    geometry = launch_geometry(config, precision, gpu.arch)
     if text:
+        from llmc.gpu.decoder import decode_files  # here: only runs that draw text need it
         files += decode_files(architecture, config, precision, geometry, gpu.shared)
     device = Device(gpu, files, geometry)
     return device, Matmul(device, precision, matmul)
 
 
 def open_trainer(architecture, gpu, config, params, settings, ranks=SINGLE_PROCESS):
-    """A Trainer of this model on this GPU; `settings` are resolved. The first rank draws the samples."""
+    """A Trainer of this model on this GPU; `settings` are resolved. The first rank draws the
+    samples."""
     text = settings.sample_every > 0 and ranks.is_first
-    device, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul, text)
+    device, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul,
+                                 text)
     print(f"kernels: {device.compiled} compiled, {device.cached} from the cache")
     return Trainer(architecture, config, settings, matmul, params, ranks, text)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# what a trainer allocates on the GPU, and whether it fits
-
-RESERVE = 256 << 20  # bytes kept free: for cuBLASLt's kernels, NCCL's buffers, the graph, small tables, rounding up
-
-
-def group_bytes(group):
-    """Bytes of the largest of the tables that share a buffer."""
-    return max(table_bytes(table, ALIGN) for table in group.values())
-
-
-def memory_plan(architecture, config, settings, device, text=False):
-    """What the trainer allocates: [(bytes, what for)]. text: a Decoder, too."""
-    B, T, precision, ranks = settings.B, settings.T, settings.precision, settings.gpus
-    shares = Shares(architecture.parameter_table(config), ranks)
-    state = architecture.Optimizer.table(settings, shares, ranks - 1)
-    tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
-    if precision.fp8:
-        from llmc.gpu.fp8 import operand_table
-        operands = operand_table(shares.table, B * T, recomputed_inputs(architecture, settings))
-        tables["operands in 8 bits"] = {"all": operands}
-    decoder = Decoder.tables(architecture, config, precision, 1, T, device.geometry) if text else ()
-    return [
-        (table_bytes(architecture.parameter_table(config, precision.dtype)), "parameters"),
-        (table_bytes(architecture.parameter_table(config, precision.grads)), "gradients"),
-        *([(Row((shares.received_size(),), precision.grads).bytes(), "gradients of all ranks")] if ranks > 1 else []),
-        *((row.bytes(ALIGN), f"{architecture.Optimizer.__name__}'s {name}") for name, row in state.items()),
-        *((group_bytes(group), what) for what, group in tables.items()),
-        *([(sum(table_bytes(table, ALIGN) for table in decoder), "text")] if text else []),
-        (2 * WORKSPACE + 4 * transposed_elements(config, settings), "matmul workspaces"),
-        (table_bytes(batch_table(B, T, settings.own_micro_steps)) + (64 << 10), "the batch"),
-    ]
-
-
-def transposed_elements(config, settings):
-    """Elements of the scratch of Matmul.cublaslt_transposed, which float32 needs."""
-    return 0 if settings.precision.bf16 else settings.B * settings.T * config.C
-
-
-def recomputed_inputs(architecture, settings):
-    """The linear layers with FP8 operands whose input the backward pass recomputes."""
-    return [name for name, row in architecture.READS.items() if row in architecture.RECOMPUTED[settings.recompute]]
-
-
-def check_memory(architecture, config, settings, device, text=False):
-    """Return the memory_plan. If it does not fit, raise UserError: memory needed, memory free, what would fit."""
-
-    def needed(**changed):
-        plan = memory_plan(architecture, config, dataclasses.replace(settings, **changed), device, text)
-        return sum(size for size, _ in plan)
-
-    free = cp.cuda.runtime.memGetInfo()[0] - RESERVE
-    if needed() > free:
-        batches = [B for B in range(1, min(settings.B, 1 << 16))  # smaller ones that -d allows
-                   if settings.total_batch_size % (B * settings.T * settings.gpus) == 0]
-        fits = bisect.bisect_left(batches, True, key=lambda B: needed(B=B) > free)
-        hint = f"not even -b {min(batches, default=settings.B)} fits: take a smaller -t or model"
-        if fits:
-            hint = f"the largest batch that fits is -b {batches[fits - 1]}"
-        if needed(recompute=2) <= free:
-            hint += ", or pass --recompute 2"
-        raise UserError(f"-b {settings.B} -t {settings.T} needs {needed() + RESERVE >> 20} MiB of GPU memory,"
-                        f" {free + RESERVE >> 20} MiB are free; {hint}")
-    return memory_plan(architecture, config, settings, device, text)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# forward passes, and training
+# --------------------------------------------------------------------------------------------------
+# forward passes
 
 
 class ForwardPasses:
-    """What a Trainer and an Evaluator share: forward passes over the host's batches. They set params, model, batch."""
-
-    grads = None
+    """What a Trainer and an Evaluator share: forward passes over the host's batches. They set
+    params, grads, linears, messages, model and batch."""
 
     def __init__(self, architecture, config, settings, matmul):
         self.architecture, self.config, self.settings = architecture, config, settings
         self.device, self.matmul = matmul.device, matmul
+        with self.device.stream:
+            self.loss = cp.zeros(1, np.float32)  # of an evaluation
 
-    def make_model(self, B, T):
-        self.loss = cp.zeros(1, np.float32)  # of an evaluation
-        tables = self.architecture.tables(self.config, self.settings, B, T, self.device.sm_count, self.device.geometry)
-        buffers = {what: cp.empty(group_bytes(group), np.uint8) for what, group in tables.items()}
-        return self.architecture(self.config, self.settings, self.matmul, self.params, self.grads, buffers)
+    def make_model(self, buffers):
+        """buffers: bytes for each entry of the architecture's tables."""
+        return self.architecture(self.config, self.settings, self.linears, self.messages,
+                                 self.params, self.grads, buffers)
 
     def forward(self, inputs, targets):
         """inputs, targets (B, T) integer ids on the host -> the mean loss, a float."""
         B, T = inputs.shape
+
+        def on_gpu(room, ids):
+            return copy_to_gpu(room.reshape(-1)[: B * T], np.ascontiguousarray(ids, np.int32))
+
         with self.device.stream:
             acts = self.model.activations(B, T)
-            inputs, targets = (copy_to_gpu(room.reshape(-1)[: B * T], np.ascontiguousarray(ids, np.int32).reshape(-1))
-                               for room, ids in ((self.batch.inputs, inputs), (self.batch.targets, targets)))
+            inputs = on_gpu(self.batch.inputs, inputs)
+            targets = on_gpu(self.batch.targets, targets)
             self.model.trunk(acts, inputs)
-            self.device.wait(self.model.classify(acts, targets, self.loss, 1.0 / (B * T), train=False))
+            loss_done = self.model.classify(acts, targets, self.loss, 1.0 / (B * T), train=False)
+            self.device.wait(loss_done)
             return float(self.loss.get()[0])
 
     def losses(self, inputs, targets):
-        """inputs, targets (B, T) integer ids on the host -> the losses of the targets (B, T), float32."""
+        """inputs, targets (B, T) integer ids on the host -> the losses of the targets (B, T),
+        float32."""
         self.forward(inputs, targets)
         with self.device.stream:
             return self.model.activations(*inputs.shape).losses.get()
 
 
 class Evaluator(ForwardPasses):
-    """A model on this GPU for forward passes alone: weights and activations, in float32, with TF32 matmuls where the
-    GPU has them. B and T are set by allocate_activations."""
+    """A model on this GPU for forward passes alone: weights and activations, in float32, with TF32
+    matmuls where the GPU has them. B and T are set by allocate_activations."""
+
+    grads = None
 
     def __init__(self, architecture, gpu, config, params):
         settings = architecture.resolve_auto(architecture.Settings(dtype="float32"), gpu.arch)
         _, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul)
         super().__init__(architecture, config, settings, matmul)
+        self.linears = Linears(matmul)
+        self.messages = Messages()
+
         with self.device.stream:
             self.params = allocate(architecture.parameter_table(config), cp)
             copy_weights(self.device, self.params, params)
@@ -179,98 +127,139 @@ class Evaluator(ForwardPasses):
 
     def allocate_activations(self, B, T):
         """Make room for forward passes over (B, T) tokens, or fewer."""
+        tables = self.architecture.tables(self.config, self.settings, B, T, self.device)
+        plan = {what: Block(group, scratch=True) for what, group in tables.items()}
         with self.device.stream:
-            self.model = self.make_model(B, T)
-            self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32), targets=cp.empty(B * T, np.int32))
+            self.model = self.make_model(allocate_plan(plan))
+            self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32),
+                                         targets=cp.empty(B * T, np.int32))
 
 
-def mixed(mixin, kind):
-    """A page's class, with what `mixin` does otherwise."""
-    return type(kind.__name__, (mixin, kind), {})
+# --------------------------------------------------------------------------------------------------
+# training: what a run has, by its settings; then the Trainer
+
+
+def choose_linears(architecture, matmul, settings):
+    """The linear layers of a run: in bfloat16 or float32, or, with --dtype fp8, in 8 bits.
+    Allocates nothing."""
+    if not settings.precision.fp8:
+        return Linears(matmul)
+    from llmc.gpu.fp8_linears import Fp8Linears  # here: few runs need it
+    return Fp8Linears(matmul, architecture, settings)
+
+
+def open_nccl(ranks, settings):
+    """What carries messages between GPUs; None on one. It takes memory."""
+    if ranks.size == 1:
+        return None
+    from llmc.gpu.several.nccl import Nccl  # here: a run on one GPU does not need it
+    return Nccl(ranks, settings.B * settings.T)
+
+
+def choose_messages(ranks, nccl, device, settings, config):
+    """What a step tells other GPUs: on one, nothing."""
+    if ranks.size == 1:
+        return Messages()
+    from llmc.gpu.several.zero import ZeroMessages  # here, too
+    return ZeroMessages(ranks, nccl, device, settings.own_micro_steps, config.L)
 
 
 class Trainer(ForwardPasses):
-    """A model in training: its weights, gradients and optimizer on the GPU. Everything is allocated here, once. Each of
-    several GPUs computes the gradients of its own micro-batches, and updates its share of the weights."""
+    """A model in training: its weights, gradients and optimizer on the GPU. Everything is allocated
+    here, once. Each of several GPUs computes the gradients of its own micro-batches, and updates
+    its share of the weights."""
 
-    fp8 = None  # in a run of --dtype fp8, an Fp8
-
-    def __init__(self, architecture, config, settings, matmul, params, ranks=SINGLE_PROCESS, text=False):
-        """architecture: a class like GPT2; params: float32 Tensors on the host; ranks: a Ranks; text: with a Decoder.
-        Raises UserError if not everything fits into the GPU's free memory."""
-        optimizer, self.several, self.peers = architecture.Optimizer, None, None
-        if settings.precision.fp8:
-            from llmc.gpu.fp8 import Fp8, Fp8Passes
-            architecture = mixed(Fp8Passes, architecture)
-        if ranks.size > 1:
-            from llmc.gpu.several import zero
-            architecture, optimizer = mixed(zero.SharedPasses, architecture), mixed(zero.SharedUpdate, optimizer)
-            self.peers = zero.Nccl(ranks, settings.B * settings.T)  # takes memory, before check_memory
+    def __init__(self, architecture, config, settings, matmul, params, ranks=SINGLE_PROCESS,
+                 text=False):
+        """architecture: a class like GPT2; params: float32 Tensors on the host; ranks: a Ranks;
+        text: with a Decoder. Raises UserError if not everything fits into the GPU's free memory."""
         super().__init__(architecture, config, settings, matmul)
-        self.ranks, self.precision, device = ranks, settings.precision, self.device
-        zeros = self.peers.allocate if self.peers else lambda size: cp.zeros(size, np.uint8)
-        self.plan = check_memory(architecture, config, settings, device, text)
-        with device.stream:
-            tables = [architecture.parameter_table(config, dtype) for dtype in (
-                self.precision.dtype, self.precision.grads)]
-            self.params, self.grads = (views(table, zeros(table_bytes(table))) for table in tables)
-            self.shares = Shares(self.params.table, ranks.size, optimizer.DECAY * settings.weight_decay,
-                                 settings.decay == "all", rates=optimizer.RATES)
-            received = grads = flat(self.grads)
-            if ranks.size > 1:
-                received = zeros(self.shares.received_size() * grads.itemsize).view(grads.dtype)  # of all ranks
-            self.optimizer = optimizer(matmul, settings, flat(self.params), received, self.shares, ranks.rank)
-            copy_weights(device, self.params, params)
-            if self.optimizer.master is not None:
-                copy_to_gpu(self.optimizer.master, self.shares.take(flat(params), ranks.rank))
-            self.model = self.make_model(settings.B, settings.T)
-            if self.precision.fp8:
-                recomputed, fuses_gelu = recomputed_inputs(architecture, settings), "gelu" in architecture.KERNELS
-                self.fp8 = self.model.fp8 = Fp8(matmul, self.params, settings.B * settings.T, recomputed, fuses_gelu)
-            if ranks.size > 1:
-                self.several = self.model.several = zero.Several(self, received)
-                self.optimizer.share(self.several)
-            self.acts = self.model.training_activations(settings.B, settings.T)
-            matmul.allocate(transposed_elements(config, settings))
-            self.batch = allocate(batch_table(settings.B, settings.T, settings.own_micro_steps), cp)
-        if text:
-            self.decoder = Decoder(architecture, device, config, self.params, self.precision, 1, settings.T)
+        self.ranks, self.precision = ranks, settings.precision
+        self.linears = choose_linears(architecture, matmul, settings)
+        self.nccl = open_nccl(ranks, settings)
+        self.messages = choose_messages(ranks, self.nccl, self.device, settings, config)
 
-        # Pinned memory has two halves: the host fills one while the GPU runs the step of the other.
+        self.plan = check_memory(architecture, config, settings, self.device, text, ranks.rank)
+        with self.device.stream:
+            self.buffers = allocate_plan(self.plan, self.nccl)
+            self.start(params)
+        if text:
+            from llmc.gpu.decoder import Decoder  # here: only runs that draw text need it
+            self.decoder = Decoder(architecture, self.device, config, self.params,
+                                   self.tensors("text"), 1, settings.T)
+        self.pin()
+
+        self.steps_begun = 0
+        self.graph = None
+        self.weights_behind = False  # other ranks have updated weights that have not arrived here
+
+    def tensors(self, what):
+        """Of an entry of the plan."""
+        return self.plan[what].over(self.buffers[what])
+
+    def start(self, params):
+        """Give each object its part of the memory, and the weights their values."""
+        architecture, settings = self.architecture, self.settings
+        self.params, self.grads = self.tensors("parameters"), self.tensors("gradients")
+        received = flat(self.grads)
+        if self.ranks.size > 1:
+            received = self.tensors("gradients of all ranks").received
+
+        self.shares = shares_of(architecture, self.config, settings)
+        state = {name: getattr(self.tensors(state_name(architecture, name)), name)
+                 for name in architecture.Optimizer.table(settings, self.shares, self.ranks.rank)}
+        self.optimizer = architecture.Optimizer(self.matmul, settings, flat(self.params), received,
+                                                state, self.shares, self.messages)
+        copy_weights(self.device, self.params, params)
+        if self.optimizer.master is not None:
+            copy_to_gpu(self.optimizer.master, self.shares.take(flat(params), self.ranks.rank))
+
+        self.matmul.start(self.tensors("matmul workspaces"))
+        operands = self.tensors("operands in 8 bits") if self.precision.fp8 else None
+        self.linears.start(self.params, operands)
+        self.messages.start(self.params, self.grads, received, self.shares, self.optimizer,
+                            self.linears)
+        of_passes = architecture.tables(self.config, settings, settings.B, settings.T, self.device)
+        self.model = self.make_model({what: self.buffers[what] for what in of_passes})
+        self.acts = self.model.training_activations(settings.B, settings.T)
+        self.batch = self.tensors("the batch")
+
+    def pin(self):
+        """Pinned memory for batches and reports has two halves: the host fills one while the GPU
+        runs the step of the other."""
         self.pinned = pinned_array(2 * self.batch.buffer.nbytes)
         self.staged = [views(self.batch.table, half) for half in self.pinned.reshape(2, -1)]
         self.reports = pinned_array(2 * self.optimizer.REPORT.itemsize).view(self.optimizer.REPORT)
-        self.started, self.finished = [cp.cuda.Event() for _ in range(2)], [cp.cuda.Event() for _ in range(2)]
-        self.steps_begun, self.graph = 0, None
-        self.weights_behind = False  # other ranks have updated weights that have not arrived here
+        self.started = [cp.cuda.Event() for _ in range(2)]
+        self.finished = [cp.cuda.Event() for _ in range(2)]
 
     # -- an update: prepare, once; then begin_step and end_step
 
     def prepare(self, batch=None):
-        """Run a batch, (inputs, targets), by default of random tokens, which loads the layers' kernels, and capture the
-        step as a graph. Changes no weight. FP8's first scales are those for the first rank's batch."""
+        """Run a batch, (inputs, targets), by default of random tokens, which loads the layers'
+        kernels, and capture the step as a graph. Changes no weight. FP8's first scales are those
+        for the first rank's batch."""
         settings = self.settings
         if batch is None:
-            batch = np.random.default_rng(0).integers(0, self.config.V, (2, settings.B, settings.T), dtype=np.int32)
+            batch = np.random.default_rng(0).integers(0, self.config.V, (2, settings.B, settings.T),
+                                                      dtype=np.int32)
         with self.device.stream:
             self.stage(0, [batch] * settings.own_micro_steps, 0.0)
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
-            if self.fp8:
-                self.fp8.calibrate(self)
-                self.fp8.quantize_weights()
+            self.linears.calibrate(self)
+            self.linears.weights_changed()
             self.model.micro_step(self, 0)
-            if self.fp8:
-                self.fp8.forget()
-            if self.several:
-                self.several.connect()
+            self.linears.forget()
+            self.messages.connect()
             self.device.synchronize()
             if settings.graph:
                 self.graph = self.model.capture(self)
 
     def begin_step(self, batches, learning_rate):
-        """Start one update with own_micro_steps batches (inputs, targets), and return its number. The one before may
-        still be running."""
-        number, half = self.steps_begun, self.steps_begun % 2
+        """Start one update with own_micro_steps batches (inputs, targets), and return its number.
+        The one before may still be running."""
+        number = self.steps_begun
+        half = number % 2
         self.wait(self.finished[half])  # the update before the last one has read this half
         self.stage(half, batches, learning_rate)
         with self.device.stream as stream:
@@ -280,7 +269,8 @@ class Trainer(ForwardPasses):
             else:
                 self.model.train_step(self)
             self.finished[half].record(stream)
-        self.steps_begun, self.weights_behind = number + 1, self.several is not None
+        self.steps_begun = number + 1
+        self.weights_behind = self.ranks.size > 1
         return number
 
     def end_step(self, number):
@@ -288,28 +278,38 @@ class Trainer(ForwardPasses):
         half = number % 2
         self.wait(self.finished[half])
         loss, norm, *z = self.reports[half].item()
-        seconds = cp.cuda.get_elapsed_time(self.started[half], self.finished[half]) / 1000
-        return Update(loss, norm if self.settings.needs_norm else None, seconds, reason_to_skip(self.settings, *z),
-                      z if self.settings.skips_outliers else None, self.fp8 and self.fp8.counts(number))
+        return Update(
+            loss=loss,
+            norm=norm if self.settings.needs_norm else None,
+            seconds=cp.cuda.get_elapsed_time(self.started[half], self.finished[half]) / 1000,
+            skipped=reason_to_skip(self.settings, *z),
+            z_scores=z if self.settings.skips_outliers else None,
+            fp8=self.linears.counts(number),
+        )
 
     # -- the same in three calls, from Python: forward, compute_gradients, update_now
 
     def compute_gradients(self, inputs, targets):
-        """self.grads = the gradients of the loss of the last forward pass, which was over this full batch."""
-        acts, batch, scale = self.acts, self.batch, 1.0 / inputs.size
+        """self.grads = the gradients of the loss of the last forward pass, which was over this full
+        batch."""
+        acts, batch = self.acts, self.batch
+        scale = 1.0 / inputs.size
         self.stage(0, [(inputs, targets)], 0.0)
         with self.device.stream:
             copy_to_gpu(batch.buffer, self.staged[0].buffer)
-            if self.fp8:
-                self.fp8.calibrate(self)
-                self.fp8.weights_behind = True
+            if self.precision.fp8:
+                self.linears.calibrate(self)
+                self.linears.weights_changed()
                 self.model.trunk(acts, batch.inputs[0])  # again, in 8 bits
-            self.model.classify(acts, batch.targets[0], self.optimizer.loss(0), scale, train=True)
+            self.model.classify(acts, batch.targets[0], self.optimizer.loss_place(0), scale,
+                                train=True)
             self.model.backward(acts, sorted_tokens(batch, 0), scale)
 
     def update_now(self, learning_rate):
-        """Raises UserError if the loss or the norm is not finite: no weight changes from then on."""
-        number, self.steps_begun = self.steps_begun, self.steps_begun + 1
+        """Raises UserError if the loss or the norm is not finite: no weight changes from then
+        on."""
+        number = self.steps_begun
+        self.steps_begun += 1
         with self.device.stream as stream:
             copy_to_gpu(self.batch.learning_rate, np.array([learning_rate], np.float32))
             self.model.update(self)
@@ -318,27 +318,30 @@ class Trainer(ForwardPasses):
         check_update(number, loss, norm)
 
     def wait(self, event):
-        """Wait for an event of the GPU. Of several GPUs: raises UserError if another rank, or NCCL, fails meanwhile,
-        because the GPU would wait for its messages for ever."""
-        while self.peers and cp.cuda.runtime.eventQuery(event.ptr) == NOT_READY:
-            self.peers.check()
+        """Wait for an event of the GPU. Of several GPUs: raises UserError if another rank, or NCCL,
+        fails meanwhile, because the GPU would wait for its messages for ever."""
+        while self.nccl and cp.cuda.runtime.eventQuery(event.ptr) == NOT_READY:
+            self.nccl.check()
             self.ranks.check()
             time.sleep(0.0002)
         event.synchronize()
 
     def stage(self, half, batches, learning_rate):
-        """Write learning rate, own_micro_steps batches, and their sorted positions to one half of the pinned memory."""
+        """Write learning rate, own_micro_steps batches, and their sorted positions to one half of
+        the pinned memory."""
         staged = self.staged[half]
         staged.learning_rate[0] = learning_rate
         for i, (inputs, targets) in enumerate(batches):
-            staged.inputs[i], staged.targets[i] = inputs, targets
-            sort_tokens(staged.order[i], staged.piece_begins[i], staged.piece_tokens[i], staged.inputs[i])
+            staged.inputs[i] = inputs
+            staged.targets[i] = targets
+            sort_tokens(staged.order[i], staged.piece_begins[i], staged.piece_tokens[i],
+                        staged.inputs[i])
 
     def complete_weights(self):
         """Between two updates, complete self.params on every rank. All ranks must call this."""
         if self.weights_behind:
             with self.device.stream as stream:
-                self.several.send_all_weights()
+                self.messages.send_all_weights()
             self.wait(stream.record())
         self.weights_behind = False
 
@@ -347,52 +350,13 @@ class Trainer(ForwardPasses):
         self.device.synchronize()
         self.graph = None  # before the communicator that it has captured
         self.ranks.gather(None)  # from here on, no rank reads another's memory
-        if self.peers:
-            self.peers.close()
-
-    # -- state: between the GPU and the host's checkpoints
+        if self.nccl:
+            self.nccl.close()
 
     def to_host(self, tensors):
-        """Copy params or grads or, on one GPU, an array of the optimizer's state to the host, as float32 Tensors."""
+        """Copy params or grads or, on one GPU, an array of the optimizer's state to the host, as
+        float32 Tensors."""
         array = flat(tensors) if isinstance(tensors, Tensors) else tensors
         with self.device.stream:
-            return views(self.architecture.parameter_table(self.config), to_float32(array).view(np.uint8))
-
-    def params_now(self):
-        """Copy the weights to the host unchanged: bfloat16 bits in a bfloat16 run."""
-        with self.device.stream:
-            return views(self.params.table, self.params.buffer.get())
-
-    def state_now(self, room=False):
-        """Copy this rank's share of the optimizer state to the host; room: only allocate memory for it there, also for
-        the float32 weights of a bfloat16 run."""
-        copy = (lambda array: np.empty(array.size, np.float32)) if room else (lambda array: array.get())
-        with self.device.stream:
-            state = {name: copy(getattr(self.optimizer, name)) for name in self.optimizer.STATE}
-            weights = self.optimizer.m if room and not self.precision.bf16 else self.optimizer.master
-            exact = None if weights is None else copy(weights)
-        if not (room or self.several):
-            return Owned(self.params.table, state, exact)
-        from llmc.gpu.several.zero import OwnedShare  # here: one GPU needs it only to resume
-        return OwnedShare(self.params.table, state, exact, self.shares, self.ranks.rank)
-
-    def set_state(self, owned, has_exact, step, recent):
-        """Continue from a checkpoint. owned: this rank's share; has_exact: whether it has float32 weights; recent: (2,)
-        RECENT. A bfloat16 model keeps its weights: they may be owned.exact rounded stochastically."""
-        with self.device.stream:
-            for name, array in owned.state.items():
-                copy_to_gpu(getattr(self.optimizer, name), array)
-            if has_exact and self.optimizer.master is not None:
-                copy_to_gpu(self.optimizer.master, owned.exact)
-            elif has_exact and not self.precision.bf16:
-                for piece in self.shares.pieces(self.ranks.rank):
-                    copy_to_gpu(flat(self.params)[piece.begin : piece.begin + piece.size],
-                                owned.exact[piece.local : piece.local + piece.size])
-                if self.several:
-                    self.several.send_all_weights()
-            self.optimizer.set_step(step, recent)
-
-    def recent_values(self):
-        """(2,) RECENT: losses and norms of the last updates, or zeros if outliers are not skipped."""
-        with self.device.stream:
-            return self.optimizer.recent.get().view(RECENT)
+            return views(self.architecture.parameter_table(self.config),
+                         to_float32(array).view(np.uint8))

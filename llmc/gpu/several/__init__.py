@@ -1,1 +1,1 @@
-"""What only a run on more than one GPU uses: see llmc/gpu/__init__.py."""
+"""What a run on more than one GPU uses, and no other: see llmc/gpu/__init__.py."""
