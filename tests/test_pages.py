@@ -16,6 +16,7 @@ import train_llama3
 import train_speedrun
 from conftest import SMALL, SMALL_LLAMA, make_model, random_params
 from llmc.debugstate import check_tensor
+from llmc.errors import UserError
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, parse_settings
 from llmc.tensors import flat, table_elements
@@ -204,6 +205,16 @@ def test_a_gradient_is_cut_to_the_limit(longer):
     assert model.norm_and_scale(Settings()) == (None, 1.0)
     for wanted in (dict(output="run"), dict(skip_norm_zscore=5.0), dict(skip_loss_zscore=5.0)):
         assert model.norm_and_scale(Settings(**wanted)) == (15.0, 1.0)
+
+
+def test_a_norm_that_is_not_finite_changes_no_weight(monkeypatch):
+    model = make_model(1, 8, 1)
+    before = flat(model.params).copy()
+    loader = SimpleNamespace(next_batch=lambda: np.zeros((2, 1, 8), np.int32))
+    monkeypatch.setattr(model, "norm_and_scale", lambda settings: (np.inf, 1.0))
+    with pytest.raises(UserError, match="step 1: the gradient norm is inf"):
+        train_gpt2.train_step(model, loader, Settings(B=1, T=8), 0)
+    assert np.array_equal(flat(model.params), before)
 
 
 SCHEDULES = {  # of 20 updates, the rates after a warm-up of 4, which end at 0

@@ -250,7 +250,7 @@ def test_a_terminal_shows_a_bar_below_the_lines(workplace, train, monkeypatch):
     assert all(words in wrote.decode() for words in ("validating   0%|", "training  17%|", "saving 100%|", "█"))
 
 
-def test_durations_and_utilization():
+def test_durations_and_utilization(capsys):
     """Peaks of dense matmuls, by the names that CUDA gives, of whole GPUs; tokens of whole updates."""
     settings = Settings(B=2, T=8, total_batch_size=32)
     for console, words in ((llmc.progress.Console, "0.50 s | 64 tok/s | 50.0% MFU"),
@@ -258,6 +258,9 @@ def test_durations_and_utilization():
         console = console(Mock(settings=settings, begin=0))
         console.peak = 128.0
         assert words in console.training_line(0, llmc.loop.Update(1.0, None, 0.5, None), 0.1, 9.0)
+        console.began, console.seconds = 0.0, 2.0
+        console.print_end(4)
+    assert ", 64 tok/s while training" in capsys.readouterr().out
     seconds = (0, 99.4, 100, 60 * 99, 60 * 130, 3600 * 47.5, 3600 * 76.2)
     assert list(map(llmc.progress.duration, seconds)) == [
         "0 s", "99 s", "2 min", "99 min", "2 h 10 min", "47 h 30 min", "3 d 4 h"]
