@@ -40,7 +40,7 @@ help:
 	@echo "make test        parity with PyTorch on small models, formats, errors; on a GPU, some cases of each kernel's tests"
 	@echo "make test-gpu    every case, on a GPU"
 	@echo "make test-124M   parity of random GPT-2 124M, B=4, T=64, all kernels compiled: some minutes, 14 GB of memory"
-	@echo "make bench       step time and memory against PyTorch on this machine (a GPU: ten minutes, and into the docs)"
+	@echo "make bench       step time and memory against PyTorch on this machine (a GPU: ten minutes)"
 	@echo "make check       on a GPU: one batch through both trainers, every activation and gradient side by side"
 	@echo "make profile     on a GPU: where the time of a step goes, kernel by kernel"
 	@echo "make sanitize    the kernels' tests under compute-sanitizer: memory, races, uninitialized reads, barriers"
@@ -73,7 +73,7 @@ test-124M: $(ENVIRONMENT)
 	$(PYTHON) -m pytest -q -m large
 
 bench: $(ENVIRONMENT)
-	$(PYTHON) dev/bench.py $(if $(GPU),gpu --readme,cpu)
+	$(PYTHON) dev/bench.py $(if $(GPU),gpu,cpu)
 
 # On a GPU. check: one batch, compared with NumPy; profile: where the time of a step goes. Another model, MODEL=l4 too:
 # make profile MODEL=gpt2_d12.bin ARGS="-b 64"
