@@ -8,16 +8,19 @@ Evaluate a model: validation loss, perplexity, bits per byte, HellaSwag.
     python evaluate.py gpt2_124M.bin --hellaswag data/hellaswag_val.bin --examples 100
     python evaluate.py my_gpt2/ --data "data/fineweb10B/fineweb_val_*.bin" --tokens 1000000 --json
 
-MODEL is a run's directory, a .bin file or a Hugging Face folder. It runs on the GPU if there is one, in float32 with
-TF32 matmuls, else on the CPU in NumPy. Set --context to the sequence length that the model was trained with; it is
-limited to the model's longest sequence, which is that length for models trained here from random weights.
+MODEL is a run's directory, a .bin file or a Hugging Face folder. It runs on the GPU if there is
+one, in float32 with TF32 matmuls, else on the CPU in NumPy. Set --context to the sequence length
+that the model was trained with; it is limited to the model's longest sequence, which is that length
+for models trained here from random weights.
 
-Validation loss: the mean over consecutive rows of --context tokens, as the trainers compute it with a large -m.
-Perplexity: over windows of --context tokens, --stride apart. Only a window's new tokens count, so all but the first
-window's are predicted from at least context - stride others: transformers' "Perplexity of fixed-length models".
-Bits per byte: the losses of the same windows, divided by the bytes of the text, which prepro_text.py notes in a token
-file. Unlike perplexity, it can be compared between vocabularies. End-of-text tokens are not text and are left out.
-HellaSwag, MMLU: acc_norm is llm.c's, the ending with the smallest mean loss of a token; acc, with the smallest sum.
+Validation loss: the mean over consecutive rows of --context tokens, as the trainers compute it with
+a large -m. Perplexity: over windows of --context tokens, --stride apart. Only a window's new tokens
+count, so all but the first window's are predicted from at least context - stride others:
+transformers' "Perplexity of fixed-length models". Bits per byte: the losses of the same windows,
+divided by the bytes of the text, which prepro_text.py notes in a token file. Unlike perplexity, it
+can be compared between vocabularies. End-of-text tokens are not text and are left out. HellaSwag,
+MMLU: acc_norm is llm.c's, the ending with the smallest mean loss of a token; acc, with the smallest
+sum.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
@@ -45,8 +48,9 @@ from llmc.tokenizer import read_tokenizer
 from llmc.api import load_model, load_with_vocabulary, on_gpu
 from prepro.common import progress_bar
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the model: after allocate_activations(B, T), losses(inputs, targets), both up to (B, T), returns losses of their shape
+# --------------------------------------------------------------------------------------------------
+# the model: after allocate_activations(B, T), losses(inputs, targets), both up to (B, T), returns
+# losses of their shape
 
 
 def open_model(architecture, config, params, device, T):
@@ -56,13 +60,14 @@ def open_model(architecture, config, params, device, T):
 
         return Evaluator(on_gpu(architecture), gpu, config, params), gpu.name, 4
 
-    fits = (B for B in (16, 8, 4, 2) if table_bytes(architecture.activation_table(config, B, T)) <= 1 << 28)
+    fits = (B for B in (16, 8, 4, 2)
+            if table_bytes(architecture.activation_table(config, B, T)) <= 1 << 28)
     return try_gpu(device, open_on) or (architecture(config, params), "CPU", next(fits, 1))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# losses of a token file: a window (begin, first, stop) reads tokens from `begin` on and scores tokens `first` to
-# `stop` - 1
+# --------------------------------------------------------------------------------------------------
+# losses of a token file: a window (begin, first, stop) reads tokens from `begin` on and scores
+# tokens `first` to `stop` - 1
 
 
 def rows(count, T):
@@ -76,14 +81,17 @@ def rows(count, T):
 
 
 def strided(count, T, stride):
-    """Return the windows of the perplexity: each token is scored once, in the first window that contains it.
+    """Return the windows of the perplexity: each token is scored once, in the first window that
+    contains it.
 
     The first token of the file is not scored; with stride = T, neither is that of any other window.
     """
-    windows, scored = [], 1
+    windows = []
+    scored = 1
     for begin in range(0, count, stride):
         stop = min(begin + T, count)
-        windows.append((begin, max(scored, begin + 1), stop))  # a window's first token has nothing before it
+        # a window's first token has nothing before it
+        windows.append((begin, max(scored, begin + 1), stop))
         scored = stop
         if stop == count:
             break
@@ -107,7 +115,8 @@ def score(model, tokens, windows, B, T, what):
 
 
 class Sum:
-    """Sums over scored tokens: losses and number of all, and losses and bytes of those that are not end of text."""
+    """Sums over scored tokens: losses and number of all, and losses and bytes of those that are not
+    end of text."""
 
     def __init__(self, tokenizer=None):
         self.tokenizer = tokenizer
@@ -129,7 +138,8 @@ class Sum:
 
 def evaluate_data(model, files, tokenizer, B, T, stride):
     """Return the results on Data as a dict; raises UserError if a loss is not finite."""
-    validation, perplexity = Sum(), Sum(tokenizer)
+    validation = Sum()
+    perplexity = Sum(tokenizer)
     for _, tokens, _ in files:
         for scored in score(model, tokens, rows(len(tokens), T), B, T, "validation loss"):
             validation.add(*scored)
@@ -142,22 +152,26 @@ def evaluate_data(model, files, tokenizer, B, T, stride):
     return {
         "validation_loss": validation.mean,
         "perplexity": math.exp(perplexity.mean),
-        "bits_per_byte": float(perplexity.text_loss / math.log(2) / text_bytes) if text_bytes else None,
+        "bits_per_byte": float(perplexity.text_loss / math.log(2) / text_bytes) if text_bytes
+        else None,
         "tokens": perplexity.tokens,
         "bytes": text_bytes or None,
     }
 
 
 def bytes_of_text(files, scored):
-    """How many bytes of text the scored tokens stand for, as their files say or, if a text is the bytes of its tokens,
-    as the vocabulary does; 0, with a note, if neither knows."""
-    if scored.tokens == sum(len(tokens) - 1 for _, tokens, _ in files) and all(count for *_, count in files):
+    """How many bytes of text the scored tokens stand for, as their files say or, if a text is the
+    bytes of its tokens, as the vocabulary does; 0, with a note, if neither knows."""
+    if (scored.tokens == sum(len(tokens) - 1 for _, tokens, _ in files)
+            and all(count for *_, count in files)):
         return sum(count for *_, count in files)
     if scored.tokenizer.is_exact:
         return scored.bytes
     unknown = next((path for path, _, count in files if not count), None)
-    why = f"{unknown}: does not say of how many bytes" if unknown else "not all tokens of the data are scored"
-    print(f"note: no bits per byte: the bytes of this vocabulary's tokens are not those of the text; {why}",
+    why = (f"{unknown}: does not say of how many bytes" if unknown
+           else "not all tokens of the data are scored")
+    print("note: no bits per byte: the bytes of this vocabulary's tokens are not those of the"
+          f" text; {why}",
           file=sys.stderr)
     return 0
 
@@ -167,19 +181,22 @@ class Data(NamedTuple):
 
     path: str
     tokens: np.ndarray  # (n,) integers
-    text_bytes: int  # that all but the first stand for; 0 if the file does not say, or for a part of it
+    # that all but the first stand for; 0 if the file does not say, or for a part of it
+    text_bytes: int
 
 
 def open_files(pattern, V, most, tokenizer=None):
-    """Return --data as a list of Data, of `most` tokens in all (0: no limit). Raises UserError if they are of another
-    vocabulary than `tokenizer`."""
+    """Return --data as a list of Data, of `most` tokens in all (0: no limit). Raises UserError if
+    they are of another vocabulary than `tokenizer`."""
     beside = tokenizer_beside(pattern)
     if tokenizer and os.path.lexists(beside) and read_tokenizer(beside) != tokenizer:
-        raise UserError(f"--data {pattern}: {beside} is another vocabulary than the model's, {tokenizer.path}")
+        raise UserError(f"--data {pattern}: {beside} is another vocabulary than the model's,"
+                        f" {tokenizer.path}")
     paths = find_files(pattern if names_shards(pattern) else f"{pattern}_val.bin")
     if not paths:
         raise UserError(f"--data {pattern}: no file matches")
-    left, files = most or math.inf, []
+    left = most or math.inf
+    files = []
     for path in paths:
         if left > 1:
             tokens = open_tokens(path, V, 2, " to predict one from the other")
@@ -190,7 +207,7 @@ def open_files(pattern, V, most, tokenizer=None):
     return files
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # multiple choice: HellaSwag, MMLU
 
 CHOICES = {"hellaswag": "HellaSwag", "mmlu": "MMLU"}  # flag -> name
@@ -209,40 +226,49 @@ def evaluate_choices(model, name, examples, B, T):
             "examples": len(examples)}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # main
 
 
 def parse_arguments():
     parser = Parser(description=(__doc__ or "").strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("model", help="the directory of a run, a .bin file or a Hugging Face folder")
+    parser.add_argument("model",
+                        help="the directory of a run, a .bin file or a Hugging Face folder")
     parser.add_argument("--checkpoint", metavar="best|last|N", default="",
                         help="of a run; N: of step N (default: the best where --patience kept it,"
                         " else the last)")
     parser.add_argument("--data", metavar="FILES", default=argparse.SUPPRESS,
-                        help="validation tokens: a path, a quoted glob, or the PREFIX of PREFIX_val.bin (default: those"
-                        " of the run, unless there is --hellaswag or --mmlu)")
-    parser.add_argument("--tokens", type=int, metavar="N", default=0, help="the first N tokens of the data (0: all)")
-    parser.add_argument("--context", type=int, metavar="T", default=1024, help="tokens of a window; at most"
+                        help="validation tokens: a path, a quoted glob, or the PREFIX of"
+                        " PREFIX_val.bin (default: those of the run, unless there is --hellaswag"
+                        " or --mmlu)")
+    parser.add_argument("--tokens", type=int, metavar="N", default=0,
+                        help="the first N tokens of the data (0: all)")
+    parser.add_argument("--context", type=int, metavar="T", default=1024,
+                        help="tokens of a window; at most"
                         " the model's longest sequence")
-    parser.add_argument("--stride", type=int, metavar="N", default=0, help="tokens from one window to the next, at most"
+    parser.add_argument("--stride", type=int, metavar="N", default=0,
+                        help="tokens from one window to the next, at most"
                         " the context (0: half of it)")
     parser.add_argument("--hellaswag", metavar="FILE", default=argparse.SUPPRESS,
                         help=f"examples written by prepro/hellaswag.py: {HELLASWAG}")
     parser.add_argument("--mmlu", metavar="FILE", default=argparse.SUPPRESS,
                         help="examples written by prepro/mmlu.py: data/mmlu_test.bin")
-    parser.add_argument("--examples", type=int, metavar="N", default=0, help="the first N of those (0: all)")
+    parser.add_argument("--examples", type=int, metavar="N", default=0,
+                        help="the first N of those (0: all)")
     parser.add_argument("--batch_size", type=int, metavar="B", default=0,
-                        help="windows at a time (0: on a CPU up to 16, of 256 MiB in all; 4 on a GPU)")
-    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one")
+                        help="windows at a time (0: on a CPU up to 16, of 256 MiB in all; 4 on a"
+                        " GPU)")
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto",
+                        help="auto: a GPU if there is one")
     parser.add_argument("--tokenizer", metavar="FILE", default=argparse.SUPPRESS,
                         help="tokenizer file, for bits per byte (default: the one beside the model)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
     if not any(hasattr(args, flag) for flag in ("data", *CHOICES)):
         args.data = data_of_run(args.model)
-    for name, least in (("tokens", 0), ("context", 2), ("stride", 0), ("examples", 0), ("batch_size", 0)):
+    for name, least in (("tokens", 0), ("context", 2), ("stride", 0), ("examples", 0),
+                        ("batch_size", 0)):
         if getattr(args, name) < least:
             raise UserError(f"--{name} {getattr(args, name)}: expected at least {least}")
     if args.batch_size >= 2**16:
@@ -253,7 +279,8 @@ def parse_arguments():
 
 
 def data_of_run(model):
-    """Return the validation data that a run's newest checkpoint names; raises UserError if there is none."""
+    """Return the validation data that a run's newest checkpoint names; raises UserError if there is
+    none."""
     step = newest_checkpoint(model)
     if step is None and not os.path.exists(os.path.join(model, "config.json")):
         model_file(model)  # raises UserError if there is no model
@@ -261,7 +288,8 @@ def data_of_run(model):
     if "data" in notes:
         train = notes["data"]
         return notes.get("val_data") or (validation_name(train) if names_shards(train) else train)
-    raise UserError(f"{model}: names no data to evaluate on: pass --data FILES, or --hellaswag FILE, or both")
+    raise UserError(f"{model}: names no data to evaluate on: pass --data FILES, or --hellaswag"
+                    " FILE, or both")
 
 
 def evaluate(args):
@@ -270,15 +298,19 @@ def evaluate(args):
         architecture, config, params, tokenizer = load_with_vocabulary(
             args.model, getattr(args, "tokenizer", None), args.checkpoint)
     else:  # examples are ids
-        (architecture, config, params), tokenizer = load_model(args.model, args.checkpoint), None
+        architecture, config, params = load_model(args.model, args.checkpoint)
+        tokenizer = None
     T = min(args.context, config.maxT)
     if T < 2:
-        raise UserError(f"{args.model}: its longest sequence is one token, expected at least 2, to predict one from the"
-                        " other")
-    stride, files, choices = min(args.stride or T // 2, T), [], {}
+        raise UserError(f"{args.model}: its longest sequence is one token, expected at least 2, to"
+                        " predict one from the other")
+    stride = min(args.stride or T // 2, T)
+    files = []
+    choices = {}
     if hasattr(args, "data"):
         files = open_files(args.data, config.V, args.tokens, tokenizer)
-    hint = "pass --context" if T < config.maxT else "this is the model's longest sequence: train one with -t"
+    hint = ("pass --context" if T < config.maxT
+            else "this is the model's longest sequence: train one with -t")
     for flag in CHOICES:
         if hasattr(args, flag):
             choices[flag] = load_examples(getattr(args, flag), config.V, T, args.examples, hint)
@@ -295,24 +327,30 @@ def evaluate(args):
 
 
 def print_results(results):
-    table = [[("model", results["model"]), ("device", results["device"]), ("context", results["context"])]]
+    table = [[("model", results["model"]), ("device", results["device"]),
+              ("context", results["context"])]]
     if "data" in results:
         table[0] += [("data", results["data"]), ("tokens scored", results["tokens"])]
         measures = [("validation loss", "validation_loss", ".6f", "validation_stride"),
-                    ("perplexity", "perplexity", ".4f", "stride"), ("bits per byte", "bits_per_byte", ".4f", "stride")]
+                    ("perplexity", "perplexity", ".4f", "stride"),
+                    ("bits per byte", "bits_per_byte", ".4f", "stride")]
         whence = {"perplexity": f" = exp({math.log(results['perplexity']):.4f})"}
-        table.append([(name, f"{results[key]:{spec}}{whence.get(key, '')}, of windows {results[stride]} tokens apart")
+        table.append([(name,
+                       f"{results[key]:{spec}}{whence.get(key, '')}, of windows {results[stride]}"
+                       " tokens apart")
                       for name, key, spec, stride in measures if results[key] is not None])
     for flag, name in CHOICES.items():
         if found := results.get(flag):
-            table.append([(f"{name} acc_norm", f"{found['acc_norm']:.4f} ({found['correct']} of {found['examples']})"),
+            table.append([(f"{name} acc_norm",
+                           f"{found['acc_norm']:.4f} ({found['correct']} of {found['examples']})"),
                           (f"{name} acc", f"{found['acc']:.4f}")])
     print_table(table)
 
 
 @gpu_errors_as_lines()
 def main():
-    warnings.simplefilter("ignore", RuntimeWarning)  # of overflow: a loss that is not finite is an error anyway
+    # of overflow: a loss that is not finite is an error anyway
+    warnings.simplefilter("ignore", RuntimeWarning)
     args = parse_arguments()
     results = evaluate(args)
     if args.json:

@@ -7,11 +7,11 @@ Text from a model: GPT-2 continues a prompt.
     python generate.py runs/mine --interactive        # a prompt a line
     python generate.py SmolLM2-135M-Instruct/ --chat --interactive    # a conversation, with a chat model
 
-It runs on the GPU if there is one (in bfloat16 if the GPU has it), else in NumPy. One sample is printed token by token,
-several are printed one after the other. Without a prompt, the text begins after the end-of-text token; without flags,
-sampling is the trainer's. Keys and values of earlier positions are cached; beyond the model's longest sequence, the
-window slides by half its length. On a GPU, samples are independent of the batch; on a CPU, sums may be rounded
-differently.
+It runs on the GPU if there is one (in bfloat16 if the GPU has it), else in NumPy. One sample is
+printed token by token, several are printed one after the other. Without a prompt, the text begins
+after the end-of-text token; without flags, sampling is the trainer's. Keys and values of earlier
+positions are cached; beyond the model's longest sequence, the window slides by half its length. On
+a GPU, samples are independent of the batch; on a CPU, sums may be rounded differently.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
@@ -30,11 +30,12 @@ import numpy as np
 from llmc.errors import Parser, UserError, describe, import_package, run_main
 from llmc.files import open_input
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
+from llmc.hf_tokenizer import read_object
 from llmc.sampler import Choice, Random, Writer, end_of_text
 from llmc.api import check_numbers, load_with_vocabulary, on_gpu
-from llmc.vocabulary import Folder, read_object, valid
+from llmc.vocabulary import Folder, valid
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # model and prompt
 
 
@@ -43,7 +44,8 @@ def make_decoder(architecture, config, params, args):
     def open_on(gpu):
         from llmc.gpu.decoder import open_decoder
 
-        return open_decoder(on_gpu(architecture), gpu, config, params, args.samples, config.maxT, args.dtype)
+        return open_decoder(on_gpu(architecture), gpu, config, params, args.samples, config.maxT,
+                            args.dtype)
 
     found = try_gpu(args.device, open_on)
     if found:
@@ -54,16 +56,19 @@ def make_decoder(architecture, config, params, args):
 
 
 def prompt_ids(prompt, tokenizer, V):
-    """Return the ids (1, T) int32 of a prompt, a text or a list of ids; raises UserError for ids the model lacks."""
+    """Return the ids (1, T) int32 of a prompt, a text or a list of ids; raises UserError for ids
+    the model lacks."""
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise UserError("--prompt: no tokenizer file to encode it with: pass --tokenizer FILE, or --prompt_ids")
+            raise UserError("--prompt: no tokenizer file to encode it with: pass --tokenizer FILE,"
+                            " or --prompt_ids")
         try:
             prompt = tokenizer.encode(prompt)
         except UserError as error:
             raise UserError(f"--prompt: {error}") from None
         if not prompt:
-            raise UserError("--prompt: is empty, expected a text; leave the flag out to begin a new one")
+            raise UserError("--prompt: is empty, expected a text; leave the flag out to begin a"
+                            " new one")
     wrong = next((id for id in prompt if not 0 <= id < V), None)
     if wrong is not None:
         raise UserError(f"--prompt_ids: {wrong}, expected ids from 0 to {V - 1}")
@@ -72,7 +77,8 @@ def prompt_ids(prompt, tokenizer, V):
 
 @contextlib.contextmanager
 def bounded_memory(size=1 << 30):
-    """Context manager: what runs in it can allocate `size` bytes more. (A template can multiply a text.)"""
+    """Context manager: what runs in it can allocate `size` bytes more. (A template can multiply a
+    text.)"""
     try:
         import resource  # here: Windows has none
 
@@ -83,7 +89,8 @@ def bounded_memory(size=1 << 30):
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = used + size
-    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    resource.setrlimit(resource.RLIMIT_AS,
+                       (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     try:
         yield
     finally:
@@ -96,13 +103,18 @@ class Chat:
     def __init__(self, model, tokenizer):
         """Raises UserError unless the model's vocabulary is from a folder with a valid template."""
         if not isinstance(tokenizer, Folder):
-            raise UserError(f"--chat: {model} has no tokenizer.json, which a Hugging Face folder has")
-        self.vocabulary, self.messages, self.asked = tokenizer, [], []
-        settings, template = read_object(f"{tokenizer.prefix}tokenizer_config.json"), None
+            raise UserError(f"--chat: {model} has no tokenizer.json, which a Hugging Face folder"
+                            " has")
+        self.vocabulary = tokenizer
+        self.messages = []
+        self.asked = []
+        settings = read_object(f"{tokenizer.prefix}tokenizer_config.json")
+        template = None
         if os.path.lexists(beside := f"{tokenizer.prefix}chat_template.jinja"):
             with open_input(beside, "mend or remove it") as f:
                 template = f.read().decode(errors="replace")
-        with self.errors_as_lines(f"{model} has no chat template in tokenizer_config.json or chat_template.jinja"):
+        with self.errors_as_lines(f"{model} has no chat template in tokenizer_config.json or"
+                                  " chat_template.jinja"):
             template = settings.get("chat_template") if template is None else template
             if isinstance(template, list):  # several, of which transformers takes one by its name
                 template = {named["name"]: named["template"] for named in template}
@@ -111,37 +123,43 @@ class Chat:
                 raise TypeError("expected a text, or several, one of them named 'default'")
             tokens = {name: token.get("content") if isinstance(token, dict) else token
                       for name, token in settings.items() if name.endswith("_token")}
-            self.names = {name: token for name, token in tokens.items() if token and isinstance(token, str)}
+            self.names = {name: token for name, token in tokens.items() if token
+                          and isinstance(token, str)}
             self.template = self.environment().from_string(template)
 
     @staticmethod
     @contextlib.contextmanager
     def errors_as_lines(what):
-        """Context manager: an error of a template, which may be of any type, becomes a UserError."""
+        """Context manager: an error of a template, which may be of any type, becomes a
+        UserError."""
         try:
             yield
         except UserError:
             raise
         except Exception as error:
             line = f", line {error.lineno}" if hasattr(error, "lineno") else ""
-            text = str(getattr(error, "message", None) or error)  # the message of jinja2 is without the template's text
+            # the message of jinja2 is without the template's text
+            text = str(getattr(error, "message", None) or error)
             raise UserError(f"--chat: {what} ({type(error).__name__}{line}: {text})") from None
 
     @staticmethod
     def environment():
-        """The sandbox that transformers renders templates in: a template cannot run code outside it."""
+        """The sandbox that transformers renders templates in: a template cannot run code outside
+        it."""
         jinja2 = import_package("jinja2", "a chat template")
         from jinja2.ext import Extension
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         class Generation(Extension):
-            """{% generation %}...{% endgeneration %}: marks answers for training, and renders what is inside."""
+            """{% generation %}...{% endgeneration %}: marks answers for training, and renders what
+            is inside."""
 
             tags = {"generation"}
 
             def parse(self, parser):
                 next(parser.stream)
-                return jinja2.nodes.Scope(parser.parse_statements(["name:endgeneration"], drop_needle=True))
+                return jinja2.nodes.Scope(parser.parse_statements(["name:endgeneration"],
+                                                                  drop_needle=True))
 
         def raise_exception(message):
             raise UserError(f"--chat: the template says: {message}")
@@ -152,48 +170,57 @@ class Chat:
         found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                               extensions=[Generation, "jinja2.ext.loopcontrols"])
         found.filters["tojson"] = tojson
-        found.globals |= {"raise_exception": raise_exception, "strftime_now": lambda how: datetime.now().strftime(how)}
+        found.globals |= {"raise_exception": raise_exception,
+                          "strftime_now": lambda how: datetime.now().strftime(how)}
         return found
 
     def ask(self, text):
-        """The ids of the conversation with the user's next message, up to where the answer begins."""
+        """The ids of the conversation with the user's next message, up to where the answer
+        begins."""
         self.asked = [*self.messages, {"role": "user", "content": valid(text)}]
         with self.errors_as_lines("the chat template fails"), bounded_memory():
-            whole = self.template.render(messages=self.asked, tools=None, documents=None, add_generation_prompt=True,
-                                         **self.names)
+            whole = self.template.render(messages=self.asked, tools=None, documents=None,
+                                         add_generation_prompt=True, **self.names)
         if len(whole) > 1 << 22:
-            raise UserError(f"--chat: the chat template makes {len(whole)} characters of the message")
+            raise UserError(f"--chat: the chat template makes {len(whole)} characters of the"
+                            " message")
         ids = self.vocabulary.encode(whole, begin=False)
         if not ids:
-            raise UserError(f"--chat: the chat template makes {whole!r} of the message, which is no token")
+            raise UserError(f"--chat: the chat template makes {whole!r} of the message, which is"
+                            " no token")
         return ids
 
     def listen(self, steps):
-        """Yield the same steps, and remember the first sample's answer, even if it is interrupted."""
+        """Yield the same steps, and remember the first sample's answer, even if it is
+        interrupted."""
         answer = []
         try:
             for ids, logprobs in steps:
                 answer.append(int(ids[0]))
                 yield ids, logprobs
         finally:
-            kept = [id for id in until(self.vocabulary.stops, answer) if id not in self.vocabulary.stops]
+            kept = [id for id in until(self.vocabulary.stops, answer)
+                    if id not in self.vocabulary.stops]
             answer = {"role": "assistant", "content": self.vocabulary.decode(kept).strip()}
-            self.messages = [*self.asked, answer]  # with the question, which is kept only if the template takes it
+            # with the question, which is kept only if the template takes it
+            self.messages = [*self.asked, answer]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # text
 
 
 def streams(seed, samples):
     """Return a Random for each sample; with seed 1337, the first one is the trainer's."""
-    odd = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: consecutive multiples are far from each other
+    # 2^64 divided by the golden ratio: consecutive multiples are far from each other
+    odd = 0x9E3779B97F4A7C15
     return [Random((seed + i * odd) % 2**64 or odd) for i in range(samples)]
 
 
 def until_all_stop(steps, stops):
     """Yield steps until every sequence has produced one of the tokens `stops`."""
-    ended, stops = False, list(stops)
+    ended = False
+    stops = list(stops)
     for ids, logprobs in steps:
         yield ids, logprobs
         ended |= np.isin(ids, stops)
@@ -221,24 +248,27 @@ def write(ids, tokenizer, stops):
 
 
 def run_prompt(decoder, prompt, tokenizer, args, randoms, V, chat=None):
-    """Print samples that continue one prompt: a text, a list of ids, or None to begin a text. chat: a Chat, for prompts
-    that are messages."""
+    """Print samples that continue one prompt: a text, a list of ids, or None to begin a text. chat:
+    a Chat, for prompts that are messages."""
     eot = end_of_text(tokenizer, V)
     prompt = chat.ask(prompt) if chat else prompt
     ids = np.array([[eot]], np.int32) if prompt is None else prompt_ids(prompt, tokenizer, V)
-    if ids.shape[1] + args.tokens > decoder.T + 1 and not args.noted:  # the last token is not fed back
+    # the last token is not fed back
+    if ids.shape[1] + args.tokens > decoder.T + 1 and not args.noted:
         args.noted = True
-        print(f"note: the model sees {decoder.T} tokens at a time: beyond them, the window slides by"
-              f" {decoder.T // 2}", file=sys.stderr)
+        print(f"note: the model sees {decoder.T} tokens at a time: beyond them, the window slides"
+              f" by {decoder.T // 2}", file=sys.stderr)
     stops = () if args.ignore_eot else tokenizer.stops if tokenizer else {eot}
     choice = Choice(args.temperature, args.top_k, args.top_p)
-    steps = until_all_stop(decoder.draw(ids, args.tokens, randoms, choice, want_logprobs=args.json), stops)
+    steps = until_all_stop(decoder.draw(ids, args.tokens, randoms, choice, want_logprobs=args.json),
+                           stops)
     steps = chat.listen(steps) if chat else steps
     shown = [] if prompt is None else ids[0].tolist()
     typed = args.interactive and sys.stdin.isatty()  # so the terminal shows the prompt already
     printed = [] if typed or chat else shown
     if args.samples == 1 and not args.json:
-        write(itertools.chain(printed, until(stops, (int(new[0]) for new, _ in steps))), tokenizer, stops)
+        write(itertools.chain(printed, until(stops, (int(new[0]) for new, _ in steps))), tokenizer,
+              stops)
         return
     drawn = []
     try:
@@ -255,7 +285,8 @@ def run_prompt(decoder, prompt, tokenizer, args, randoms, V, chat=None):
 
 
 def print_json(steps, shown, tokenizer, stops):
-    """Print a JSON line per sample: the prompt's ids, the sampled ids, their text and the model's log-probabilities."""
+    """Print a JSON line per sample: the prompt's ids, the sampled ids, their text and the model's
+    log-probabilities."""
     for b in range(len(steps[0][0])):
         ids = list(until(stops, (int(new[b]) for new, _ in steps)))
         logprobs = [float(of_step[b]) for _, of_step in steps[: len(ids)]]
@@ -265,36 +296,42 @@ def print_json(steps, shown, tokenizer, stops):
         print(json.dumps({"prompt_ids": shown, "ids": ids, "text": text, "logprobs": logprobs}))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # main
 
 
 def parse_arguments():
     parser = Parser(description=(__doc__ or "").strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("model", help="the directory of a run, a .bin file or a Hugging Face folder")
+    parser.add_argument("model",
+                        help="the directory of a run, a .bin file or a Hugging Face folder")
     parser.add_argument("--checkpoint", metavar="best|last|N", default="",
                         help="of a run; N: of step N (default: the best where --patience kept it,"
                         " else the last)")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--prompt", default=argparse.SUPPRESS,
-                       help="text to continue; -: read it from standard input (default: begin a new text)")
-    group.add_argument("--prompt_ids", type=int, nargs="+", metavar="ID", help="the prompt, as token ids",
-                       default=argparse.SUPPRESS)
+                       help="text to continue; -: read it from standard input (default: begin a"
+                       " new text)")
+    group.add_argument("--prompt_ids", type=int, nargs="+", metavar="ID",
+                       help="the prompt, as token ids", default=argparse.SUPPRESS)
     group.add_argument("--interactive", action="store_true",
-                       help="each line of standard input is a prompt; Ctrl-C ends an answer, Ctrl-D the program")
+                       help="each line of standard input is a prompt; Ctrl-C ends an answer,"
+                       " Ctrl-D the program")
     parser.add_argument("--chat", action="store_true",
-                        help="prompts are what a user says to a chat model, from a Hugging Face folder with a chat"
-                        " template; with --interactive, a conversation")
-    parser.add_argument("--tokens", type=int, metavar="N", default=100, help="generate at most N tokens per sample")
+                        help="prompts are what a user says to a chat model, from a Hugging Face"
+                        " folder with a chat template; with --interactive, a conversation")
+    parser.add_argument("--tokens", type=int, metavar="N", default=100,
+                        help="generate at most N tokens per sample")
     parser.add_argument("--samples", type=int, metavar="N", default=1, help="number of samples")
     parser.add_argument("--temperature", type=float, metavar="X", default=argparse.SUPPRESS,
-                        help="divides the logits; 0: the likeliest token (default: 1; with --chat, that of"
-                        " generation_config.json in the folder; if that has none of these three, 0.2 and --top_p 0.9)")
+                        help="divides the logits; 0: the likeliest token (default: 1; with --chat,"
+                        " that of generation_config.json in the folder; if that has none of these"
+                        " three, 0.2 and --top_p 0.9)")
     parser.add_argument("--top_k", type=int, metavar="N", default=argparse.SUPPRESS,
                         help="draw among the N likeliest tokens (default: 0, all)")
     parser.add_argument("--top_p", type=float, metavar="X", default=argparse.SUPPRESS,
-                        help="draw among the fewest likeliest tokens whose probabilities add up to X (default: 1)")
+                        help="draw among the fewest likeliest tokens whose probabilities add up to"
+                        " X (default: 1)")
     parser.add_argument("--seed", type=int, metavar="N", default=1337, help="random seed")
     parser.add_argument("--ignore_eot", action="store_true", help="do not stop at end of text")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto",
@@ -312,10 +349,16 @@ def parse_arguments():
     return args
 
 
-UNUSED = {  # fields of generation_config.json that change what is drawn, and which this program leaves out: what each
-    "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_p": 0.0,  # is
-    "typical_p": 1.0, "top_h": None, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "num_beams": 1,  # without effect
-    "penalty_alpha": None, "guidance_scale": 1.0, "min_length": 0, "min_new_tokens": 0, "bad_words_ids": None,
+# fields of generation_config.json that change what is drawn, and which this program leaves out:
+# what each
+UNUSED = {
+    # is
+    "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
+    "min_p": 0.0,
+    # without effect
+    "typical_p": 1.0, "top_h": None, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "num_beams": 1,
+    "penalty_alpha": None, "guidance_scale": 1.0, "min_length": 0, "min_new_tokens": 0,
+    "bad_words_ids": None,
     "force_words_ids": None, "constraints": None, "sequence_bias": None, "suppress_tokens": None,
     "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
     "exponential_decay_length_penalty": None, "watermarking_config": None, "stop_strings": None,
@@ -323,8 +366,8 @@ UNUSED = {  # fields of generation_config.json that change what is drawn, and wh
 
 
 def complete(args, tokenizer):
-    """Set what the command line leaves open of how tokens are drawn: with --chat as the folder's generation_config.json
-    says or, if that says nothing of it, with little chance."""
+    """Set what the command line leaves open of how tokens are drawn: with --chat as the folder's
+    generation_config.json says or, if that says nothing of it, with little chance."""
     defaults = Choice()._asdict()
     if args.chat:
         path = f"{tokenizer.prefix}generation_config.json"
@@ -349,10 +392,12 @@ def complete(args, tokenizer):
 
 @gpu_errors_as_lines()
 def main():
-    warnings.simplefilter("ignore", RuntimeWarning)  # of overflow: logits that are not finite are an error anyway
+    # of overflow: logits that are not finite are an error anyway
+    warnings.simplefilter("ignore", RuntimeWarning)
     args = parse_arguments()
     if hasattr(sys.stdin, "reconfigure"):  # a test's has none
-        sys.stdin.reconfigure(errors="surrogateescape", newline=None)  # not UTF-8, as in sys.argv; CRLF
+        # not UTF-8, as in sys.argv; CRLF
+        sys.stdin.reconfigure(errors="surrogateescape", newline=None)
     needs_vocabulary = not hasattr(args, "prompt_ids")
     architecture, config, params, tokenizer = load_with_vocabulary(
         args.model, getattr(args, "tokenizer", None), args.checkpoint, needs_vocabulary)
@@ -361,7 +406,8 @@ def main():
     except MemoryError as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--samples {args.samples}: out of memory ({reason}); pass fewer") from None
-    randoms, chat = streams(args.seed, args.samples), Chat(args.model, tokenizer) if args.chat else None
+    randoms = streams(args.seed, args.samples)
+    chat = Chat(args.model, tokenizer) if args.chat else None
     complete(args, tokenizer)
     if args.interactive:
         status = 0

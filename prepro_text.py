@@ -17,18 +17,17 @@ tenth of the tokens is for validation (at most 32768; or --val_fraction), the re
 shards if --shard_tokens is given: whole documents from all over the text, or of a text whose
 documents are too long for that, its end.
 
-The vocabulary is GPT-2's, or `bytes`, the 256 byte values, or `chars`, the characters of the text, as in nanoGPT's
-shakespeare_char, or `bpe:4096`, so many tokens made of the text, or that of a run, to train its model on. Several
-processes tokenize the text in pieces of a megabyte, cut where tokens end; it need not fit in memory.
+The vocabulary is GPT-2's, or `bytes`, the 256 byte values, or `chars`, the characters of the text,
+as in nanoGPT's shakespeare_char, or `bpe:4096`, so many tokens made of the text, or that of a run,
+to train its model on. Several processes tokenize the text in pieces of a megabyte, cut where tokens
+end; it need not fit in memory.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
 import argparse
-import codecs
 import collections
 import glob
-import io
 import itertools
 import json
 import os
@@ -38,223 +37,23 @@ import tempfile
 
 import numpy as np
 
-from llmc.dataloader import find_files
 from llmc.errors import UserError, import_package, run_main
-from llmc.files import chunks, errors_of_writing, make_directory, open_input
+from llmc.files import chunks, errors_of_writing, make_directory
 from llmc.vocabulary import EOT, Folder, Letters, open_vocabulary
+from prepro import reading
 from prepro.common import (add_processes, add_val_fraction, check_not_written_over, check_processes,
                            in_processes, make_parser, output_paths, progress_bar, save_files,
                            val_tokens)
-from prepro.encodings import HINT, NotText, has_controls
+from prepro.encodings import NotText
+from prepro.reading import documents, find_texts
 
 VAL_TOKENS = 32768
-PIECE = 1 << 20  # bytes read at a time; also about how many characters are tokenized at a time
-LINES = 8  # the first ones of a file, which tell whether it is JSON lines
-TOKEN_ENDS = re.compile(r"\S[ \n]")  # a token ends between the two: inside tokens, whitespace follows only whitespace
-
-# ----------------------------------------------------------------------------------------------------------------------
-# files, documents, pieces
-
-
-def find_texts(names):
-    """Expand files, folders and globs: ({path: whether it was found in a folder}, number of hidden names skipped).
-
-    Links are followed; each file and folder is visited once.
-    """
-    def refuse(error):
-        raise UserError(f"{error.filename}: cannot be read ({error.strerror}); {HINT}")
-
-    paths, seen, hidden = {}, set(), 0  # paths: real path -> (path, whether it was found in a folder)
-    for name in names:
-        matches = find_files(name)
-        if not matches:
-            raise UserError(f"{name}: no file matches")
-        for match in matches:
-            if not os.path.isdir(match):
-                if os.path.exists(match) and not os.path.isfile(match):
-                    raise UserError(f"{match}: expected a file, which can be read twice: save what comes through it")
-                open_input(match, HINT).close()  # fail now if it cannot be read
-                paths[os.path.realpath(match)] = match, False
-                continue
-            for directory, folders, files in os.walk(match, onerror=refuse, followlinks=True):
-                real = os.path.realpath(directory)
-                if real in seen:
-                    folders.clear()
-                    continue
-                seen.add(real)
-                shown = sorted(folder for folder in folders if folder[0] != ".")
-                hidden += len(folders) - len(shown) + sum(file[0] == "." for file in files)
-                folders[:] = shown
-                for file in sorted(file for file in files if file[0] != "."):
-                    path = os.path.join(directory, file)
-                    paths.setdefault(os.path.realpath(path), (path, True))
-    return dict(paths.values()), hidden
-
-
-def read_text(path, advance=None):
-    """Yield the text of a file in pieces, without byte order mark, with \\n line ends; raises NotText if not UTF-8."""
-    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
-    with open_input(path, HINT) as f:
-        data = None
-        while data != b"":
-            data = f.read(PIECE)
-            try:
-                yield decoder.decode(data, final=not data)
-            except UnicodeDecodeError as error:
-                byte = f.tell() - len(error.object) + error.start
-                raise NotText(path, f"byte {byte}", error.object) from None
-            if advance:
-                advance(len(data))
-
-
-def read_lines(texts):
-    """Yield the lines of a text, an iterable of pieces."""
-    pieces = []  # of a line
-    for text in texts:
-        *ends, begin = text.split("\n")
-        for end in ends:
-            yield "".join([*pieces, end])
-            pieces.clear()
-        pieces.append(begin)
-    yield "".join(pieces)
-
-
-def parse_object(text, begins=False):
-    """Return the JSON object that a text is, or begins with; {} if there is none."""
-    try:
-        value, end = json.JSONDecoder().raw_decode(text := text.strip())
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) and (begins or end == len(text)) else {}
-
-
-def first_records(start):
-    """What the records of a file with this start are, "line" or "element", and the first of them,
-    as objects, {} for one that is none; or (None, []) where there are none."""
-    if start.startswith("["):
-        return "element", [parse_object(start[1:], begins=True)]
-    if start.startswith("{"):
-        lines = [line for line in start.split("\n")[:-1] if line.strip()]  # the last one may be cut
-        return "line", [parse_object(line) for line in lines[:LINES] or [start]]
-    return None, []
-
-
-def records_of(path, field, found):
-    """Return what a file's records are, "line" or "element", or None if it is plain text.
-
-    It has records if it begins with JSON objects, of at most 16 MB: more than half of its first
-    lines, or the first element of an array. A file found in a folder must also have the field in
-    one of them. Other .jsonl files have lines, too, so that damage is an error. With the field '',
-    all is plain text.
-    """
-    if not field:
-        return None
-    start = ""
-    for piece in itertools.islice(read_text(path), 16):
-        start = f"{start}{piece}".lstrip()
-        what, first = first_records(start)
-        is_cut = not any(first) and (what == "element" or "\n" not in start)
-        if start and not (what and is_cut):
-            break
-
-    objects = [*filter(None, first)]
-    has_field = any(field in record for record in objects)
-    if 2 * len(objects) > len(first) and (has_field or not found):
-        return what
-    return "line" if path.lower().endswith(".jsonl") else None
-
-
-def read_array(path, advance):
-    """Return the elements of a JSON array, which must fit in memory."""
-    try:
-        return json.loads("".join(read_text(path, advance)))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON ({error}): mend it, or pass --field '' to read it as it"
-                        " is") from None
-
-
-def is_parquet(path):
-    with open_input(path, HINT) as f:
-        return f.read(4) == b"PAR1"
-
-
-def read_parquet(path, field, advance):
-    """Yield {field: text} of each row; "" for a row without text."""
-    parquet = import_package("pyarrow.parquet", "a Parquet file")
-    try:
-        file = parquet.ParquetFile(path)
-        names = file.schema_arrow.names
-        if field not in names:
-            raise UserError(f"{path}: has columns {', '.join(names)}, expected {field!r} among them: pass --field NAME")
-        for batch in file.iter_batches(columns=[field]):
-            for text in batch.column(0).to_pylist():
-                yield {field: "" if text is None else text}
-    except (OSError, ValueError) as error:  # pyarrow's are of these two
-        raise UserError(f"{path}: not a Parquet file ({error})") from None
-    advance(os.path.getsize(path))
-
-
-def read_field(path, field, what, advance):
-    """Yield the document of each record, a line or an element; raises UserError for one without text in the field."""
-    if what == "row":
-        records = read_parquet(path, field, advance)
-    else:
-        records = read_array(path, advance) if what == "element" else read_lines(read_text(path, advance))
-    for number, record in enumerate(records, 1):
-        if isinstance(record, str) and not record.strip():
-            continue
-        found, record = record, parse_object(record) if isinstance(record, str) else record
-        if not (isinstance(record, dict) and isinstance(record.get(field), str)):
-            seen = f"{str(found)[:40]!r}: mend or remove the {what}"
-            if record and isinstance(record, dict):
-                texts = ", ".join(key for key in record if isinstance(record[key], str))
-                seen = f"text in {texts or 'no field'} (of {', '.join(record)}): pass --field NAME"
-            where = f"{path}:{number}" if what == "line" else f"{path}: {what} {number}"
-            raise UserError(f"{where}: expected a JSON object with text in {field!r}, found"
-                            f" {seen}, or --field '' to read the file as it is")
-        yield record[field].replace("\r\n", "\n").encode(errors="replace").decode()  # replace lone surrogates
-
-
-def documents(path, field, found, advance, whole=False):
-    """Yield (whether a document begins here, text) for the documents of a file, long ones in pieces unless `whole`."""
-    if records := "row" if is_parquet(path) else records_of(path, field, found):
-        yield from ((True, text) for text in read_field(path, field, records, advance) if text)
-        return
-    begins, rest = True, ""
-    for text in read_text(path, advance):
-        if has_controls(text) or found and "\0" in text:
-            raise NotText(path, "control characters", text.encode())
-        rest += text
-        if len(rest) >= PIECE // 4 and not whole:  # characters have up to 4 bytes
-            ends = [match.start() + 1 for match in TOKEN_ENDS.finditer(rest, max(0, len(rest) - 65536))]
-            cut = ends[-1] if ends else len(rest)
-            yield begins, rest[:cut]
-            begins, rest = False, rest[cut:]
-    if rest:
-        yield begins, rest
-
-
-def jobs(paths, field, advance, whole):
-    """Yield jobs: lists of the pairs of documents(), about PIECE characters each."""
-    job, size = [], 0
-    for path, found in paths.items():
-        for begins, text in documents(path, field, found, advance, whole):
-            job.append((begins, text))
-            size += len(text)
-            if size >= PIECE:
-                yield job
-                job, size = [], 0
-    yield job
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# tokens
-
 
 def prepare(lacking, *vocabulary):
     """Load the vocabulary in this process. lacking: characters that are left out of the text."""
     global VOCABULARY, LACKING
-    VOCABULARY, LACKING = open_vocabulary(*vocabulary), dict.fromkeys(map(ord, lacking))
+    VOCABULARY = open_vocabulary(*vocabulary)
+    LACKING = dict.fromkeys(map(ord, lacking))
 
 
 def lacks(vocabulary, letter):
@@ -267,11 +66,15 @@ def lacks(vocabulary, letter):
 
 
 def make_bpe(size, texts, field, folder):
-    """Write a byte-pair encoding of at most `size` tokens, made of the texts, as a Hugging Face folder."""
+    """Write a byte-pair encoding of at most `size` tokens, made of the texts, as a Hugging Face
+    folder."""
     tokenizers = import_package("tokenizers", "--vocabulary bpe:N")
-    tokenizer, letters = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel
-    tokenizer.pre_tokenizer, tokenizer.decoder = letters(add_prefix_space=False), tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, special_tokens=[EOT], initial_alphabet=letters.alphabet(),
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    letters = tokenizers.pre_tokenizers.ByteLevel
+    tokenizer.pre_tokenizer = letters(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, special_tokens=[EOT],
+                                             initial_alphabet=letters.alphabet(),
                                              max_token_length=255, show_progress=False)
     with progress_bar(total_size(texts), "making tokens", "B") as advance:
         parts = (part for path, found in texts.items()
@@ -285,9 +88,11 @@ def make_bpe(size, texts, field, folder):
 
 
 def tokenize(job):
-    """The tokens of a job's documents, as token_type says; their number of characters, and {character that no token
-    stands for: how often}."""
-    ids, lengths, lost = [], [], collections.Counter()
+    """The tokens of a job's documents, as token_type says; their number of characters, and
+    {character that no token stands for: how often}."""
+    ids = []
+    lengths = []
+    lost = collections.Counter()
     is_folder = isinstance(VOCABULARY, Folder)  # which finds the names of its special tokens itself
     for begins, text in job:
         for part in [text] if is_folder else text.removeprefix(EOT * begins).split(EOT):
@@ -296,11 +101,13 @@ def tokenize(job):
                 lengths.append(0)
             begins = True
 
-            found, of_part, lacking = VOCABULARY.measure(part.translate(LACKING) if LACKING else part)
+            found, of_part, lacking = VOCABULARY.measure(part.translate(LACKING) if LACKING
+                                                         else part)
             ids += found
             lengths += of_part
             if found:
-                lengths[-1] += len(part.encode()) - sum(of_part)  # what is left out, or dropped at the end
+                # what is left out, or dropped at the end
+                lengths[-1] += len(part.encode()) - sum(of_part)
             lost.update(letter for letter in lacking if not letter.isspace())
 
     tokens = np.empty(len(ids), token_type(VOCABULARY))
@@ -312,23 +119,30 @@ def tokenize(job):
 
 def token_type(vocabulary):
     """The dtype of a token, and of the bytes of text that it stands for."""
-    return np.dtype([("id", "uint16" if len(vocabulary.tokens) <= 1 << 16 else "int32"), ("bytes", "uint32")])
+    return np.dtype([("id", "uint16" if len(vocabulary.tokens) <= 1 << 16 else "int32"),
+                     ("bytes", "uint32")])
 
 
 def survey(paths, args, known):
     """Read everything once, so that a bad file raises UserError before any work is done.
 
-    Returns ({path: found in a folder} of the texts, number of documents, {character: how often it is there}, {path: why
-    it is no text}); characters are counted for a vocabulary of characters: `known`, or one that they make.
+    Returns ({path: found in a folder} of the texts, number of documents, {character: how often it
+    is there}, {path: why it is no text}); characters are counted for a vocabulary of characters:
+    `known`, or one that they make.
     """
-    texts, count, characters, left = {}, 0, collections.Counter(), {}
-    counts_them = args.vocabulary == "chars" or isinstance(known, Letters) and args.vocabulary != "bytes"
+    texts = {}
+    count = 0
+    characters = collections.Counter()
+    left = {}
+    counts_them = (args.vocabulary == "chars" or isinstance(known, Letters)
+                   and args.vocabulary != "bytes")
     with progress_bar(total_size(paths), "reading", "B") as advance:
         for path, found in paths.items():
             if found and not os.path.isfile(path):  # a FIFO, a broken link
                 left[path] = None
                 continue
-            seen, begun = collections.Counter(), 0
+            seen = collections.Counter()
+            begun = 0
             try:
                 for begins, text in documents(path, args.field, found, advance):
                     begun += begins
@@ -354,72 +168,107 @@ def number_of(count, thing):
     return f"{count} {thing}{'s' * (count != 1)}"
 
 
-def main():
+def parse_arguments():
     parser = make_parser(__doc__, os.path.join("data", "text"), format="uint16")
-    parser.add_argument("inputs", nargs="+", metavar="FILE", help="text, a folder of it, or a quoted glob")
+    parser.add_argument("inputs", nargs="+", metavar="FILE",
+                        help="text, a folder of it, or a quoted glob")
     parser.add_argument("--vocabulary", default="gpt2", metavar="NAME",
-                        help="gpt2; bytes: the 256 byte values; chars: the characters of the text; bpe:N: at most N"
-                        " tokens made of it; the directory of a run; or a Hugging Face folder: its tokenizer.json")
+                        help="gpt2; bytes: the 256 byte values; chars: the characters of the text;"
+                        " bpe:N: at most N tokens made of it; the directory of a run; or a Hugging"
+                        " Face folder: its tokenizer.json")
     parser.add_argument("--field", metavar="NAME", default="text",
                         help="field of a JSON object that has the text; '': JSON is read as text")
     parser.add_argument("--shard_tokens", type=int, metavar="N", default=argparse.SUPPRESS,
-                        help="split the training tokens over shards, PREFIX_train_000000.bin and on, of at most N")
+                        help="split the training tokens over shards, PREFIX_train_000000.bin and"
+                        " on, of at most N")
     add_processes(parser, "pieces of text")
     add_val_fraction(parser, VAL_TOKENS)
+
     args = parser.parse_args()
     check_processes(args)
     args.shard_tokens = getattr(args, "shard_tokens", None)
     if args.shard_tokens is not None and not 0 < args.shard_tokens < 2**31:
-        raise UserError(f"--shard_tokens {args.shard_tokens}: expected at least 1, and less than 2^31")
-
-    paths, hidden = find_texts(args.inputs)
+        raise UserError(f"--shard_tokens {args.shard_tokens}: expected at least 1, and less than"
+                        " 2^31")
     bpe = re.fullmatch(r"bpe:0*([1-9]\d{0,6})", args.vocabulary)
     if args.vocabulary.startswith("bpe:") and not (bpe and int(bpe[1]) >= 512):
-        raise UserError(f"--vocabulary {args.vocabulary}: expected bpe:512 or more, such as bpe:4096")
-    known = None if bpe or args.vocabulary == "chars" else open_vocabulary(args.vocabulary)  # downloads GPT-2's once
+        raise UserError(f"--vocabulary {args.vocabulary}: expected bpe:512 or more, such as"
+                        " bpe:4096")
+    args.bpe = int(bpe[1]) if bpe else 0
+    return args
+
+
+def main():
+    args = parse_arguments()
+    paths, hidden = find_texts(args.inputs)
+    is_made = args.bpe or args.vocabulary == "chars"
+    known = None if is_made else open_vocabulary(args.vocabulary)  # downloads GPT-2's once
     texts, count, characters, left = survey(paths, args, known)
-    shards = [f"{args.output}_val_000000.bin", *training_shards(args.output)] if args.shard_tokens else []
+
+    shards = []
+    if args.shard_tokens:
+        shards = [f"{args.output}_val_000000.bin", *training_shards(args.output)]
     check_not_written_over(texts, output_paths(args.output) + shards)
     if not count:
         seen = next((f", such as {error or path}" for path, error in left.items()), "")
-        raise UserError(f"{', '.join(args.inputs)}: no text in {number_of(len(paths), 'file')}{seen}")
-    binary, others = [path for path, error in left.items() if not error], [*filter(None, left.values())]
-    skipped = f"; skipped {number_of(hidden, 'hidden name')}, {number_of(len(binary), 'binary file')}"
-    print(f"{number_of(count, 'document')} in {number_of(len(texts), 'file')}{skipped if hidden or binary else ''}"
-          f"{f', such as {binary[0]}' if binary else ''}")
-    for kind in dict.fromkeys(error.kind for error in others):
-        same = [error for error in others if error.kind == kind]
-        print(f"warning: {number_of(len(same), f'{kind} file')} left out, such as {same[0]}", file=sys.stderr)
+        raise UserError(f"{', '.join(args.inputs)}: no text in"
+                        f" {number_of(len(paths), 'file')}{seen}")
+    print_what_is_read(count, texts, hidden, left)
+
     lacking = {letter for letter in characters if lacks(known, letter)} if known else set()
     if lacking:
         warn_of_lost(args, {letter: characters[letter] for letter in lacking}, characters.total())
+
     with tempfile.TemporaryDirectory() as folder:  # of a vocabulary that is made here
-        if bpe:
-            make_bpe(int(bpe[1]), texts, args.field, folder)
-        names = folder if bpe else args.vocabulary, "".join(sorted(characters))
+        if args.bpe:
+            make_bpe(args.bpe, texts, args.field, folder)
+        names = folder if args.bpe else args.vocabulary, "".join(sorted(characters))
         write(texts, lacking, names, open_vocabulary(*names), args)
+
+
+def print_what_is_read(count, texts, hidden, left):
+    """Print how many documents there are, and what is left out: hidden names, and the files in
+    `left`, {path: why it is no text; None: binary}."""
+    binary = [path for path, error in left.items() if not error]
+    line = f"{number_of(count, 'document')} in {number_of(len(texts), 'file')}"
+    if hidden or binary:
+        line += f"; skipped {number_of(hidden, 'hidden name')}, {number_of(len(binary), 'binary file')}"
+    if binary:
+        line += f", such as {binary[0]}"
+    print(line)
+
+    others = [*filter(None, left.values())]
+    for kind in dict.fromkeys(error.kind for error in others):
+        same = [error for error in others if error.kind == kind]
+        print(f"warning: {number_of(len(same), f'{kind} file')} left out, such as {same[0]}",
+              file=sys.stderr)
 
 
 def warn_of_lost(args, lost, total):
     """Say which characters the vocabulary lacks. lost: {character: how often it is in the text}."""
     most = min(lost, key=lambda letter: (-lost[letter], letter))
-    print(f"warning: --vocabulary {args.vocabulary}: lacks {number_of(len(lost), 'character')} of the text, such as"
-          f" {most!r}: of {total} characters, {sum(lost.values())} are lost", file=sys.stderr)
+    print(f"warning: --vocabulary {args.vocabulary}: lacks {number_of(len(lost), 'character')} of"
+          f" the text, such as {most!r}: of {total} characters, {sum(lost.values())} are lost",
+          file=sys.stderr)
 
 
 def write(texts, lacking, names, vocabulary, args):
     """Tokenize the texts, and write what main() promises."""
     make_directory(os.path.dirname(args.output))
-    size, output = total_size(texts), f"{args.output}_train.bin"
-    processes = min(args.processes, 1 + size // (4 * PIECE))  # starting one takes as long as tokenizing a few pieces
+    size = total_size(texts)
+    output = f"{args.output}_train.bin"
+    # starting one takes as long as tokenizing a few pieces
+    processes = min(args.processes, 1 + size // (4 * reading.PIECE))
     with errors_of_writing(output):
         all_tokens = tempfile.TemporaryFile(dir=os.path.dirname(args.output) or ".")
     with all_tokens:
-        lost, total = collections.Counter(), 0
+        lost = collections.Counter()
+        total = 0
         with progress_bar(size, "tokenizing", "B") as advance:
-            work = jobs(texts, args.field, advance, isinstance(vocabulary, Folder))
+            work = reading.jobs(texts, args.field, advance, isinstance(vocabulary, Folder))
             arguments = "".join(sorted(lacking)), *names
-            for tokens, characters, lost_here in in_processes(tokenize, work, processes, prepare, arguments):
+            for tokens, characters, lost_here in in_processes(tokenize, work, processes, prepare,
+                                                              arguments):
                 lost += lost_here
                 total += characters
                 with errors_of_writing(output):
@@ -430,8 +279,10 @@ def write(texts, lacking, names, vocabulary, args):
         if not all_tokens.tell():
             raise UserError("the text is empty now: did another program write to it just now?")
         tokens = np.memmap(all_tokens, token_type(vocabulary), "r+")
-        train = len(tokens) - draw_to_the_end(tokens, vocabulary.eot, val_tokens(len(tokens), VAL_TOKENS, args))
-        val, train = tokens[train:], tokens[:train]
+        train = len(tokens) - draw_to_the_end(tokens, vocabulary.eot,
+                                              val_tokens(len(tokens), VAL_TOKENS, args))
+        val = tokens[train:]
+        train = tokens[:train]
         if args.shard_tokens:
             save_shards(val, train, vocabulary, args)
         else:
@@ -446,9 +297,9 @@ def save(parts, vocabulary, args):
 
 
 def draw_to_the_end(tokens, eot, most):
-    """Move whole documents, from all over the text, of `most` tokens together, to its end; returns how many tokens they
-    have. Multiples of the golden ratio spread them evenly. Of a text whose documents are longer than most / 4, the end
-    stays what it is, `most` tokens."""
+    """Move whole documents, from all over the text, of `most` tokens together, to its end; returns
+    how many tokens they have. Multiples of the golden ratio spread them evenly. Of a text whose
+    documents are longer than most / 4, the end stays what it is, `most` tokens."""
     pieces = itertools.accumulate(map(len, chunks(tokens)), initial=0)
     starts = np.concatenate([begin + np.flatnonzero(piece["id"] == eot)
                              for begin, piece in zip(pieces, chunks(tokens))])
@@ -460,7 +311,8 @@ def draw_to_the_end(tokens, eot, most):
         return most
     val = np.concatenate([tokens[starts[i] : starts[i] + lengths[i]] for i in drawn])
     end = starts[drawn[0]]
-    for begin, stop in zip(starts[drawn] + lengths[drawn], [*starts[drawn[1:]], len(tokens)]):  # what is between them
+    # what is between them
+    for begin, stop in zip(starts[drawn] + lengths[drawn], [*starts[drawn[1:]], len(tokens)]):
         for piece in chunks(tokens[begin:stop]):
             tokens[end : end + len(piece)] = piece
             end += len(piece)
@@ -474,14 +326,15 @@ def training_shards(output):
 
 
 def save_shards(val, train, vocabulary, args):
-    """Write PREFIX_val_000000.bin and the training shards, PREFIX_train_000000.bin and on, equal in size, at most
+    """Write PREFIX_val_000000.bin and the training shards, PREFIX_train_000000.bin and on, equal in
+    size, at most
     --shard_tokens each."""
     shards = np.array_split(train, -(-len(train) // args.shard_tokens))
     files = {f"{args.output}_train_{number:06d}.bin": shard for number, shard in enumerate(shards)}
     for path in training_shards(args.output):
         if path not in files:
-            raise UserError(f"{path}: would be read as one of the {len(shards)} shards to be written: remove it,"
-                            " or pass another --output")
+            raise UserError(f"{path}: would be read as one of the {len(shards)} shards to be"
+                            " written: remove it, or pass another --output")
     save({f"{args.output}_val_000000.bin": val, **files}, vocabulary, args)
 
 

@@ -6,9 +6,11 @@ tiny_shakespeare -> GPT-2 tokens, for a first run that overfits in minutes.
         Saved 305260 tokens to data/tiny_shakespeare_train.bin
         Saved the vocabulary of 50257 tokens to data/tiny_shakespeare_tokenizer.bin
 
-Each speech starts with an end-of-text token. The first 32768 tokens are for validation (a tenth, if that is less; or
+Each speech starts with an end-of-text token. The first 32768 tokens are for validation (a tenth, if
+that is less; or
 --val_fraction), the rest for training.
---input FILE reads any UTF-8 text with blank lines between its parts; for other texts, use prepro_text.py.
+--input FILE reads any UTF-8 text with blank lines between its parts; for other texts, use
+prepro_text.py.
 """
 
 import os
@@ -40,7 +42,8 @@ def main():
         text = read_input(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise NotText(path, f"byte {error.start}", error.object) from None
-    vocabulary, tokens = open_vocabulary("gpt2"), []
+    vocabulary = open_vocabulary("gpt2")
+    tokens = []
     *speeches, last = text.replace("\r\n", "\n").split("\n\n")
     for speech in [*(f"{speech}\n\n" for speech in speeches), last]:
         tokens += [vocabulary.eot, *vocabulary.encode(speech)]

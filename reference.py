@@ -1,7 +1,9 @@
 """
-The reference: GPT-2, Llama 3 and a speed run's GPT in PyTorch, with autograd, to compare with in tests and benchmarks.
+The reference: GPT-2, Llama 3 and a speed run's GPT in PyTorch, with autograd, to compare with in
+tests and benchmarks.
 
-Not a program: export_weights.py makes debug states with it, and test_gpt2.py compares the trainers with it.
+Not a program: export_weights.py makes debug states with it, and test_gpt2.py compares the trainers
+with it.
 """
 
 import contextlib
@@ -23,12 +25,15 @@ from train_llama3 import Llama3, rope_table
 from train_speedrun import Speedrun
 
 ADAMW = dict(learning_rate=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
-CAP, SCALE, EPS = 15.0, 0.12, float(np.finfo(np.float32).eps)  # of a speed run
+CAP = 15.0
+SCALE = 0.12
+EPS = float(np.finfo(np.float32).eps)  # of a speed run
 MUON = dict(learning_rate=2.5e-3, beta1=0.8, beta2=0.95, eps=1e-15, weight_decay=0.05)
 LLMC_LLAMA_TEST = dict(learning_rate=1e-5, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the model. Language Models are Unsupervised Multitask Learners, Radford et al. 2019. The names are Hugging Face's.
+# --------------------------------------------------------------------------------------------------
+# the model. Language Models are Unsupervised Multitask Learners, Radford et al. 2019. The names are
+# Hugging Face's.
 
 
 class Reference(nn.Module):
@@ -37,11 +42,13 @@ class Reference(nn.Module):
     cross_entropy = staticmethod(F.cross_entropy)
 
     def with_loss(self, logits, targets):
-        return logits, None if targets is None else self.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return (logits, None if targets is None
+                else self.cross_entropy(logits.flatten(0, 1), targets.flatten()))
 
 
 def precise_cross_entropy(logits, targets):
-    """In float64: PyTorch's float32 sum over 49152 tokens, on a CPU, has ten times the error of all else."""
+    """In float64: PyTorch's float32 sum over 49152 tokens, on a CPU, has ten times the error of all
+    else."""
     return F.cross_entropy(logits.double(), targets).float()
 
 
@@ -50,7 +57,8 @@ class Attention(nn.Module):
 
     def __init__(self, config, flash):
         super().__init__()
-        self.NH, self.flash = config.NH, flash
+        self.NH = config.NH
+        self.flash = flash
         self.c_attn = nn.Linear(config.C, 3 * config.C)
         self.c_proj = nn.Linear(config.C, config.C)
 
@@ -93,8 +101,8 @@ class Block(nn.Module):
 
 
 class ReferenceGPT2(Reference):
-    """GPT-2 for PyTorch's autograd; with `flash`, attention is F.scaled_dot_product_attention. Without targets, logits
-    are the last position's (B, 1, V)."""
+    """GPT-2 for PyTorch's autograd; with `flash`, attention is F.scaled_dot_product_attention.
+    Without targets, logits are the last position's (B, 1, V)."""
 
     def __init__(self, config, flash=False):
         super().__init__()
@@ -109,13 +117,15 @@ class ReferenceGPT2(Reference):
         for block in self.h:
             x = block(x)
         x = self.ln_f(x if targets is not None else x[:, -1:])
-        return self.with_loss(F.linear(x, self.wte.weight), targets)  # the classifier is tied to the embedding
+        # the classifier is tied to the embedding
+        return self.with_loss(F.linear(x, self.wte.weight), targets)
 
 
 class RMSNorm(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.empty(config.C)), config.eps
+        self.weight = nn.Parameter(torch.empty(config.C))
+        self.eps = config.eps
 
     def forward(self, x):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
@@ -127,23 +137,29 @@ class LlamaAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.q_proj, self.o_proj = nn.Linear(config.C, config.Q, bias=False), nn.Linear(config.Q, config.C, bias=False)
+        self.q_proj = nn.Linear(config.C, config.Q, bias=False)
+        self.o_proj = nn.Linear(config.Q, config.C, bias=False)
         self.k_proj, self.v_proj = (nn.Linear(config.C, config.K, bias=False) for _ in range(2))
 
     def forward(self, x):
-        (B, T, _), NH, NKV, HS = x.shape, self.config.NH, self.config.NKV, self.config.HS
+        B, T, _ = x.shape
+        NH = self.config.NH
+        NKV = self.config.NKV
+        HS = self.config.HS
         cos, sin = rotations(self.config, T, x)
         query, key, value = (project(x).view(B, T, -1, HS).transpose(1, 2)
                              for project in (self.q_proj, self.k_proj, self.v_proj))
         query, key = (part * cos + swapped(part) * sin for part in (query, key))
-        heads = F.scaled_dot_product_attention(query, *(part.repeat_interleave(NH // NKV, 1) for part in (
+        heads = F.scaled_dot_product_attention(query,
+                                               *(part.repeat_interleave(NH // NKV, 1) for part in (
             key, value)), is_causal=True)
         return self.o_proj(heads.transpose(1, 2).reshape(B, T, NH * HS))
 
 
 def rotations(config, T, like):
     """cos and sin (T, HS) of RoPE, as `like`, for Hugging Face's halves."""
-    return (torch.from_numpy(np.concatenate((part, part), 1)).to(like) for part in rope_table(config, T))
+    return (torch.from_numpy(np.concatenate((part, part), 1)).to(like)
+            for part in rope_table(config, T))
 
 
 def swapped(x):
@@ -165,8 +181,10 @@ class LlamaMLP(nn.Module):
 class LlamaBlock(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.input_layernorm, self.self_attn = RMSNorm(config), LlamaAttention(config)
-        self.post_attention_layernorm, self.mlp = RMSNorm(config), LlamaMLP(config)
+        self.input_layernorm = RMSNorm(config)
+        self.self_attn = LlamaAttention(config)
+        self.post_attention_layernorm = RMSNorm(config)
+        self.mlp = LlamaMLP(config)
 
     def forward(self, x):
         x = x + self.self_attn(self.input_layernorm(x))
@@ -205,18 +223,22 @@ class ReferenceSpeedrun(Reference):
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
     def forward(self, tokens, targets=None):
-        (B, T), config = tokens.shape, self.config
+        B, T = tokens.shape
+        config = self.config
         norm = functools.partial(F.rms_norm, eps=EPS)
         cos, sin = half_rotations(config, T, self.wte)
         x = norm(self.wte[tokens], [config.C], self.ln0w)
         for l in range(config.L):
             y = F.linear(norm(x, [config.C], self.ln1w[l]), self.qkvw[l], self.qkvb[l])
-            query, key, value = (part.view(B, T, config.NH, config.HS) for part in y.split(config.C, 2))
+            query, key, value = (part.view(B, T, config.NH, config.HS)
+                                 for part in y.split(config.C, 2))
             query, key = (rotated(norm(part, [config.HS]), cos, sin) for part in (query, key))
-            y = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (query, key, value)), is_causal=True,
+            y = F.scaled_dot_product_attention(*(part.transpose(1, 2)
+                                                 for part in (query, key, value)), is_causal=True,
                                                scale=SCALE).transpose(1, 2).reshape(B, T, config.C)
             x = x + F.linear(y, self.attprojw[l], self.attprojb[l])
-            y = F.relu(F.linear(norm(x, [config.C], self.ln2w[l]), self.fcw[l], self.fcb[l])).square()
+            y = F.relu(F.linear(norm(x, [config.C], self.ln2w[l]), self.fcw[l],
+                                self.fcb[l])).square()
             x = x + F.linear(y, self.fcprojw[l], self.fcprojb[l])
         logits = F.linear(norm(x, [config.C], self.lnfw), self.lm_head, self.lm_headb)
         return self.with_loss(CAP * logits * torch.rsqrt(logits.square() + CAP**2), targets)
@@ -232,7 +254,8 @@ def half_rotations(config, T, like, rounded=lambda x: x):
 
 def rotated(x, cos, sin):
     """x (B, T, NH, HS), whose pairs are neighbors."""
-    a, b = x[..., 0::2], x[..., 1::2]
+    a = x[..., 0::2]
+    b = x[..., 1::2]
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
 
 
@@ -260,18 +283,20 @@ def generate(model, tokens, length, generator, top_k=40):
     return tokens
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # our tensors, and the reference's modules
 
 
 def module_slices(config, tensors):
-    """Yield (module's name, NumPy view, order) for every parameter of the reference, as llama_slices does."""
+    """Yield (module's name, NumPy view, order) for every parameter of the reference, as
+    llama_slices does."""
     if page_of(config) is Llama3:
         return llama_slices(config, tensors)
     if page_of(config) is Speedrun:
         return ((name, getattr(tensors, name)[: config.V if row.vocabulary else None], 0)
                 for name, row in tensors.table.items())
-    return ((name, view, 0) for name, view, _ in gpt2_slices(config, tensors))  # the reference's are (out, in)
+    # the reference's are (out, in)
+    return ((name, view, 0) for name, view, _ in gpt2_slices(config, tensors))
 
 
 def to_reference(config, params, flash=False, dtype=torch.float32):
@@ -287,26 +312,31 @@ def to_reference(config, params, flash=False, dtype=torch.float32):
 
 def collect_gradients(config, model, dtype="float32"):
     """Return the reference's gradients in our layout; padding is 0."""
-    tensors, parameters = allocate(page_of(config).parameter_table(config, dtype)), dict(model.named_parameters())
+    tensors = allocate(page_of(config).parameter_table(config, dtype))
+    parameters = dict(model.named_parameters())
     for name, view, order in module_slices(config, tensors):
         view[...] = to_ours(parameters[name].grad.numpy(), order)
     return tensors
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the run on one batch
 
 
 def adamw(parameters, settings, **options):
-    return torch.optim.AdamW(parameters, lr=settings["learning_rate"], betas=(settings["beta1"], settings["beta2"]),
-                             eps=settings["eps"], **{"weight_decay": settings["weight_decay"], **options})
+    return torch.optim.AdamW(parameters, lr=settings["learning_rate"],
+                             betas=(settings["beta1"], settings["beta2"]),
+                             eps=settings["eps"],
+                             **{"weight_decay": settings["weight_decay"], **options})
 
 
 class MuonAndAdamW:
     """train_speedrun.py's optimizer, for updates of so many tokens."""
 
     PARTS = {"qkvw": 3, "attprojw": 1, "fcw": 1, "fcprojw": 1}  # 3: query, key and value apart
-    FEW_TOKENS, MANY_TOKENS, DECAY = (5, (3.4445, -4.7750, 2.0315)), (12, (2, -1.5, 0.5)), 0.02
+    FEW_TOKENS = (5, (3.4445, -4.7750, 2.0315))
+    MANY_TOKENS = (12, (2, -1.5, 0.5))
+    DECAY = 0.02
 
     @classmethod
     def steps_for(cls, tokens):
@@ -317,9 +347,12 @@ class MuonAndAdamW:
         return {"wte": 28, "lm_head": 0.16}.get(name, 0.6)
 
     def __init__(self, model, settings, tokens):
-        self.model, self.settings, tensors = model, settings, dict(model.named_parameters())
+        self.model = model
+        self.settings = settings
+        tensors = dict(model.named_parameters())
         self.newton_schulz = self.steps_for(tokens)
-        self.matrices = [(tensors[name], torch.zeros_like(tensors[name]), parts) for name, parts in self.PARTS.items()]
+        self.matrices = [(tensors[name], torch.zeros_like(tensors[name]), parts)
+                         for name, parts in self.PARTS.items()]
         groups = [{"params": [p], "lr": settings["learning_rate"] * self.rate(name)}
                   for name, p in tensors.items() if name not in self.PARTS]
         self.adamw = adamw(groups, settings, weight_decay=self.DECAY * settings["weight_decay"])
@@ -333,7 +366,8 @@ class MuonAndAdamW:
         for p, m, parts in self.matrices:
             for layers in zip(p, p.grad, m):
                 for matrix in zip(*(layer.chunk(parts) for layer in layers)):
-                    muon(*matrix, self.settings["learning_rate"], self.settings["weight_decay"], *self.newton_schulz)
+                    muon(*matrix, self.settings["learning_rate"], self.settings["weight_decay"],
+                         *self.newton_schulz)
 
 
 def muon(param, grad, momentum, learning_rate, weight_decay, steps, coefficients):
@@ -359,14 +393,16 @@ def optimizer_of(model, settings, tokens):
     return adamw(model.parameters(), settings)
 
 
-def overfit(model, x, y, iterations, settings, autocast=contextlib.nullcontext, capture=None, report=None, norms=None):
-    """Train on one batch; returns the loss of each iteration, before its update. norms: a list, for those of the
-    gradients, which are then clipped to 1.
+def overfit(model, x, y, iterations, settings, autocast=contextlib.nullcontext, capture=None,
+            report=None, norms=None):
+    """Train on one batch; returns the loss of each iteration, before its update. norms: a list, for
+    those of the gradients, which are then clipped to 1.
 
-    capture(logits, loss) is called once, after the first backward pass; report(iteration, loss, seconds) after each
-    update.
+    capture(logits, loss) is called once, after the first backward pass; report(iteration, loss,
+    seconds) after each update.
     """
-    optimizer, losses = optimizer_of(model, settings, x.numel()), []
+    optimizer = optimizer_of(model, settings, x.numel())
+    losses = []
     for iteration in range(iterations):
         start = time.perf_counter()
         with autocast():
@@ -397,12 +433,16 @@ def run_inference(model, x, y, iterations, autocast):
 
 
 def make_debug_state(config, params, x, y, iterations, report=None):
-    """Train in float32 on the CPU, on one batch, for the parity test; returns (DebugState, trained model)."""
-    model, state, settings = to_reference(config, params), {}, settings_of(config)
+    """Train in float32 on the CPU, on one batch, for the parity test; returns (DebugState, trained
+    model)."""
+    model = to_reference(config, params)
+    state = {}
+    settings = settings_of(config)
     model.cross_entropy = precise_cross_entropy
 
     def capture(logits, loss):
-        state.update(logits=logits.detach().numpy(), loss=loss.item(), grads=collect_gradients(config, model))
+        state.update(logits=logits.detach().numpy(), loss=loss.item(),
+                     grads=collect_gradients(config, model))
 
     x_long, y_long = (torch.from_numpy(ids).long() for ids in (x, y))
     losses = overfit(model, x_long, y_long, iterations, settings, capture=capture, report=report)
@@ -410,11 +450,14 @@ def make_debug_state(config, params, x, y, iterations, report=None):
         logits, loss = model(x_long, y_long)
         loss.backward()
         capture(logits, loss)
-    history, norms = None, []
+    history = None
+    norms = []
     if page_of(config) is Llama3:
-        history = overfit(to_reference(config, params), x_long, y_long, iterations, LLMC_LLAMA_TEST, norms=norms), norms
+        history = overfit(to_reference(config, params), x_long, y_long, iterations, LLMC_LLAMA_TEST,
+                          norms=norms), norms
     state = DebugState(x, y, **state, optimizer=settings, losses=np.array(losses, np.float32),
-                       crc=fingerprint(config, params), history=history and np.array(history, np.float32))
+                       crc=fingerprint(config, params), history=history
+                       and np.array(history, np.float32))
     return state, model
 
 
@@ -425,12 +468,14 @@ def run_benchmark(args, config, params, x, y):
     model = to_reference(config, params, bool(args.flash)).to(device)
     step_model = torch.compile(model) if args.compile else model
     dtype = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}[args.dtype]
-    autocast = functools.partial(torch.autocast, torch.device(device).type, dtype, enabled=dtype is not None)
+    autocast = functools.partial(torch.autocast, torch.device(device).type, dtype,
+                                 enabled=dtype is not None)
     x, y = (torch.from_numpy(ids).long().to(device) for ids in (x, y))
     if args.inference_only:
         run_inference(step_model, x, y, args.num_iterations, autocast)
     else:
-        overfit(step_model, x, y, args.num_iterations, settings_of(config), autocast, report=print_iteration)
+        overfit(step_model, x, y, args.num_iterations, settings_of(config), autocast,
+                report=print_iteration)
     return model
 
 
@@ -457,7 +502,8 @@ def choose_device(name):
 
 @contextlib.contextmanager
 def torch_errors_as_lines():
-    """Turn PyTorch's RuntimeErrors (out of memory, no C++ compiler for --compile) into UserErrors of one line."""
+    """Turn PyTorch's RuntimeErrors (out of memory, no C++ compiler for --compile) into UserErrors
+    of one line."""
     try:
         yield
     except RuntimeError as error:

@@ -1,18 +1,21 @@
 """
-How large an error does rounding alone cause in a model? The forward and backward pass in float64, with random errors of
-the size that each operation makes in the precision of a run: Monte Carlo arithmetic (Parker 1997, "Monte Carlo
-Arithmetic: exploiting randomness in floating-point arithmetic"). test_gpt2.py takes its tolerances from here.
+How large an error does rounding alone cause in a model? The forward and backward pass in float64,
+with random errors of the size that each operation makes in the precision of a run: Monte Carlo
+arithmetic (Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-point
+arithmetic"). test_gpt2.py takes its tolerances from here.
 
-Several such runs, compared with the exact one, show for each tensor of this model and batch the error that rounding
-causes in any correct implementation, whatever its order of sums. An implementation that rounds as often has errors of
-the same size, whose 2-norm over thousands of elements hardly varies. PyTorch's own error would be a worse yardstick:
-it is one sample, and 0 where PyTorch happens to be exact, as in a single row.
+Several such runs, compared with the exact one, show for each tensor of this model and batch the
+error that rounding causes in any correct implementation, whatever its order of sums. An
+implementation that rounds as often has errors of the same size, whose 2-norm over thousands of
+elements hardly varies. PyTorch's own error would be a worse yardstick: it is one sample, and 0
+where PyTorch happens to be exact, as in a single row.
 
-An element-wise operation that gives x in exact arithmetic gives x (1 + 0.42 u e), with e normal: rounding errors are
-uniform within half a unit in the last place, and the logarithms of numbers are uniform between powers of 2. A sum of
-K products a b, in sequential chains of at most n, has an error with a standard deviation of 0.42 u sqrt(min(K, n)/2 +
-1) sqrt(sum of (a b)^2): each partial sum of a chain is rounded, and the partial sums grow like a random walk. A
-trained model's drift, which `product` knows; other sums have fewer terms, or are pairwise.
+An element-wise operation that gives x in exact arithmetic gives x (1 + 0.42 u e), with e normal:
+rounding errors are uniform within half a unit in the last place, and the logarithms of numbers are
+uniform between powers of 2. A sum of K products a b, in sequential chains of at most n, has an
+error with a standard deviation of 0.42 u sqrt(min(K, n)/2 + 1) sqrt(sum of (a b)^2): each partial
+sum of a chain is rounded, and the partial sums grow like a random walk. A trained model's drift,
+which `product` knows; other sums have fewer terms, or are pairwise.
 """
 
 import math
@@ -29,10 +32,14 @@ from train_llama3 import Llama3
 from train_speedrun import Speedrun
 
 # unit roundoff: half a unit in the last place
-FLOAT32, TF32, BFLOAT16, FLOAT16 = 2.0**-24, 2.0**-11, 2.0**-8, 2.0**-11
+FLOAT32 = 2.0**-24
+TF32 = 2.0**-11
+BFLOAT16 = 2.0**-8
+FLOAT16 = 2.0**-11
 
 
-RMS = math.sqrt(1 / 3 * 3 / 8 / math.log(2))  # 0.42: root mean square of a rounding error over the unit roundoff
+# 0.42: root mean square of a rounding error over the unit roundoff
+RMS = math.sqrt(1 / 3 * 3 / 8 / math.log(2))
 
 
 class Float8(NamedTuple):
@@ -40,22 +47,26 @@ class Float8(NamedTuple):
     floor: float  # root mean square of the smallest numbers' rounding errors, over a tensor's amax
 
 
-E4M3 = Float8(2.0**-4, 2.0**-9 / math.sqrt(12) / 112)  # a tensor's scale brings its amax to 112 or more
-WEIGHT = Float8(2.0**-3.5, 2.0**-9 / math.sqrt(6) / 112)  # E4M3, rounded at random: twice the variance
+# a tensor's scale brings its amax to 112 or more
+E4M3 = Float8(2.0**-4, 2.0**-9 / math.sqrt(12) / 112)
+# E4M3, rounded at random: twice the variance
+WEIGHT = Float8(2.0**-3.5, 2.0**-9 / math.sqrt(6) / 112)
 GRADIENT = Float8(2.0**-4, 2.0**-9 / math.sqrt(12) / 28)
-E5M2 = Float8(2.0**-2.5, 2.0**-16 / math.sqrt(6) / 2.0**14)  # of dlogits, about 2^15, rounded at random
+# of dlogits, about 2^15, rounded at random
+E5M2 = Float8(2.0**-2.5, 2.0**-16 / math.sqrt(6) / 2.0**14)
 
 
 class Roundoff(NamedTuple):
-    """Unit roundoffs of a run: of sums, matmul operands, stored tensors and the residual stream; chain: how many terms
-    are added up one after the other."""
+    """Unit roundoffs of a run: of sums, matmul operands, stored tensors and the residual stream;
+    chain: how many terms are added up one after the other."""
 
     chain: float = math.inf  # GPUs add up a tile's products one after the other
     sums: float = FLOAT32
     operands: float = 0.0
     tensors: float = FLOAT32
     residual: float = FLOAT32
-    fp8: bool = False  # operands of 8 bits in the matmuls of qkv, fc and fcproj, and the classifier's
+    # operands of 8 bits in the matmuls of qkv, fc and fcproj, and the classifier's
+    fp8: bool = False
 
 
 ROUNDOFFS = {
@@ -73,7 +84,8 @@ class NoisyGPT2:
     eps = property(lambda self: self.config.eps)  # of RMSNorm
 
     def __init__(self, config, params, roundoff, seed):
-        self.config, self.u = config, roundoff
+        self.config = config
+        self.u = roundoff
         self.model = to_reference(config, params, dtype=torch.float64)
         self.generator = torch.Generator().manual_seed(seed)
         self.operations = operations(self)
@@ -86,7 +98,8 @@ class NoisyGPT2:
         return torch.mul(x, self.noise(x).mul_(RMS * u)).add_(x) if u else x
 
     def error(self, K):
-        """Return the standard deviation of the error of a sum of K terms, over the root of the sum of their squares."""
+        """Return the standard deviation of the error of a sum of K terms, over the root of the sum
+        of their squares."""
         return RMS * self.u.sums * math.sqrt(min(K, self.u.chain) / 2 + 1)
 
     def column_sums(self, x):
@@ -100,31 +113,43 @@ class NoisyGPT2:
         return x.sum(-1, keepdim=True) + error * self.noise(error)
 
     def operand(self, x, fp8):
-        """x, rounded as an operand of a matmul. fp8: None or, of a run in FP8, E4M3, WEIGHT, GRADIENT or E5M2."""
+        """x, rounded as an operand of a matmul. fp8: None or, of a run in FP8, E4M3, WEIGHT,
+        GRADIENT or E5M2."""
         if not (fp8 and self.u.fp8):
             return self.rounded(x, self.u.operands)
         size = x.abs()
-        error = torch.maximum(RMS * fp8.unit * size, torch.minimum(size, fp8.floor * size.max()))  # 0 stays
+        # 0 stays
+        error = torch.maximum(RMS * fp8.unit * size, torch.minimum(size, fp8.floor * size.max()))
         return error.mul_(self.noise(x)).add_(x)
 
     def product(self, a, b, of_a=None, of_b=None):
         """a @ b. of_a, of_b: as `operand` takes them."""
-        a, b = self.operand(a, of_a), self.operand(b, of_b)
-        exact, squares, K = a @ b, (a * a) @ (b * b), a.shape[-1]
-        n, chains = min(K, self.u.chain), max(1, K / self.u.chain)
-        # Of a sum that is known, partial sums are a Brownian bridge; the sums of several chains are added up, too.
-        drift, walk = n * n / (3 * K), n / 2 + 1 - n * n / (3 * K)
+        a = self.operand(a, of_a)
+        b = self.operand(b, of_b)
+        exact = a @ b
+        squares = (a * a) @ (b * b)
+        K = a.shape[-1]
+        n = min(K, self.u.chain)
+        chains = max(1, K / self.u.chain)
+        # Of a sum that is known, partial sums are a Brownian bridge; the sums of several chains are
+        # added up, too.
+        drift = n * n / (3 * K)
+        walk = n / 2 + 1 - n * n / (3 * K)
         if chains > 1:
-            drift, walk = drift + chains / 3, walk + chains / 6
+            drift = drift + chains / 3
+            walk = walk + chains / 6
         error = squares.mul_(walk).add_(exact.square(), alpha=drift).sqrt_().mul_(RMS * self.u.sums)
         return error.mul_(self.noise(error)).add_(exact)
 
     def run(self, x, y, settings, steps):
-        """Train on one batch of token ids (B, T) and return float64 arrays: {"logits", "dwte", ...} of the
-        first step, and "losses" (steps, B, T), of each position before each step's update."""
+        """Train on one batch of token ids (B, T) and return float64 arrays: {"logits", "dwte", ...}
+        of the first step, and "losses" (steps, B, T), of each position before each step's
+        update."""
         x, y = (torch.from_numpy(ids).long() for ids in (x, y))
-        master = [p.detach().clone() for p in self.model.parameters()] if self.u.tensors > FLOAT32 else None
-        optimizer, all_losses = optimizer_of(self.model, settings, x.numel()), []
+        master = ([p.detach().clone() for p in self.model.parameters()] if self.u.tensors > FLOAT32
+                  else None)
+        optimizer = optimizer_of(self.model, settings, x.numel())
+        all_losses = []
         for step in range(steps):
             with torch.set_grad_enabled(step == 0 or step < steps - 1):
                 logits, losses = self.forward(x, y)
@@ -144,7 +169,8 @@ class NoisyGPT2:
     def update(self, optimizer, master):
         """A step on the float32 weights: `master` or, if that is None, the model's own.
 
-        They are really rounded, not with random errors: equal updates have rounding errors of the same sign."""
+        They are really rounded, not with random errors: equal updates have rounding errors of the
+        same sign."""
         weights = list(self.model.parameters())
         for weight, exact in zip(weights, master or ()):
             weight.copy_(exact)
@@ -156,7 +182,11 @@ class NoisyGPT2:
             weight.copy_(weight.bfloat16())
 
     def forward(self, x, y):
-        (B, T), C, NH, op, model = x.shape, self.config.C, self.config.NH, self.operations, self.model
+        B, T = x.shape
+        C = self.config.C
+        NH = self.config.NH
+        op = self.operations
+        model = self.model
         later = torch.ones(T, T, dtype=torch.bool).triu(1)
 
         def linear(inp, module, fp8=GRADIENT):
@@ -184,8 +214,12 @@ class NoisyLlama(NoisyGPT2):
     """A Llama 3 with random rounding errors."""
 
     def forward(self, x, y):
-        (B, T), config, op, model = x.shape, self.config, self.operations, self.model.model
-        later, cos_sin = torch.ones(T, T, dtype=torch.bool).triu(1), list(rotations(config, T, model.norm.weight))
+        B, T = x.shape
+        config = self.config
+        op = self.operations
+        model = self.model.model
+        later = torch.ones(T, T, dtype=torch.bool).triu(1)
+        cos_sin = list(rotations(config, T, model.norm.weight))
 
         def linear(inp, module, fp8=GRADIENT):
             return op.store(op.matmul(inp, module.weight.T, fp8))
@@ -197,18 +231,24 @@ class NoisyLlama(NoisyGPT2):
         residual = model.embed_tokens(x)
         for block in model.layers:
             normed = op.rmsnorm(residual, block.input_layernorm.weight)
-            attn, mlp = block.self_attn, block.mlp
+            attn = block.self_attn
+            mlp = block.mlp
             query, key, value = (linear(normed, module).view(B, T, -1, config.HS).transpose(1, 2)
                                  for module in (attn.q_proj, attn.k_proj, attn.v_proj))
-            key, value = (part.repeat_interleave(config.NH // config.NKV, 1) for part in (rotated(key), value))
-            scores = op.single(op.matmul(rotated(query), key.transpose(-2, -1)) / math.sqrt(config.HS))
+            key, value = (part.repeat_interleave(config.NH // config.NKV, 1)
+                          for part in (rotated(key), value))
+            scores = op.single(op.matmul(rotated(query), key.transpose(-2, -1))
+                               / math.sqrt(config.HS))
             att = op.store(op.softmax(scores.masked_fill(later, -torch.inf)))
             heads = op.store(op.matmul(att, value)).transpose(1, 2).reshape(B, T, config.Q)
             residual = op.add(residual + linear(heads, attn.o_proj, fp8=None))
             normed = op.rmsnorm(residual, block.post_attention_layernorm.weight)
             gate = op.single(F.silu(linear(normed, mlp.gate_proj)))
-            residual = op.add(residual + linear(op.store(op.single(linear(normed, mlp.up_proj) * gate)), mlp.down_proj))
-        logits = op.store(op.matmul(op.rmsnorm(residual, model.norm.weight), self.model.head().T, E5M2))
+            residual = op.add(residual
+                              + linear(op.store(op.single(linear(normed, mlp.up_proj) * gate)),
+                                       mlp.down_proj))
+        logits = op.store(op.matmul(op.rmsnorm(residual, model.norm.weight), self.model.head().T,
+                                    E5M2))
         probs = op.softmax(logits).flatten(0, 1)[torch.arange(B * T), y.flatten()]
         return logits, op.single(-torch.log(probs)).view(B, T)
 
@@ -216,13 +256,21 @@ class NoisyLlama(NoisyGPT2):
 class NoisySpeedrun(NoisyGPT2):
     """A speed run's GPT with random rounding errors."""
 
-    eps = EPS  # like all constants here the reference's: with the page's, a wrong one would widen the tolerance
+    # like all constants here the reference's: with the page's, a wrong one would widen the
+    # tolerance
+    eps = EPS
 
     def forward(self, x, y):
-        (B, T), config, op, p = x.shape, self.config, self.operations, self.model
-        NH, HS, later = config.NH, config.HS, torch.ones(T, T, dtype=torch.bool).triu(1)
+        B, T = x.shape
+        config = self.config
+        op = self.operations
+        p = self.model
+        NH = config.NH
+        HS = config.HS
+        later = torch.ones(T, T, dtype=torch.bool).triu(1)
         angles = half_rotations(config, T, p.wte, lambda part: self.rounded(part, self.u.sums))
-        scales = torch.full((HS,), SCALE * math.sqrt(HS), dtype=torch.float64), torch.ones(HS, dtype=torch.float64)
+        scales = torch.full((HS,), SCALE * math.sqrt(HS),
+                            dtype=torch.float64), torch.ones(HS, dtype=torch.float64)
 
         def linear(inp, weight, bias, fp8=GRADIENT):
             return op.store(op.bias(op.matmul(inp, weight.T, fp8), bias))
@@ -241,7 +289,8 @@ class NoisySpeedrun(NoisyGPT2):
             fch = linear(op.rmsnorm(residual, p.ln2w[l]), p.fcw[l], p.fcb[l])
             relu2 = op.store(op.single(F.relu(fch).square()))
             residual = op.add(residual + linear(relu2, p.fcprojw[l], p.fcprojb[l]))
-        z = op.store(op.bias(op.matmul(op.rmsnorm(residual, p.lnfw), p.lm_head.T, E5M2), p.lm_headb))
+        z = op.store(op.bias(op.matmul(op.rmsnorm(residual, p.lnfw), p.lm_head.T, E5M2),
+                             p.lm_headb))
         logits = op.single(z * torch.rsqrt(1 + (z / CAP).square()))
         probs = op.softmax(logits).flatten(0, 1)[torch.arange(B * T), y.flatten()]
         return logits, op.single(-torch.log(probs)).view(B, T)
@@ -264,7 +313,8 @@ class Operations(NamedTuple):
 
 
 def operations(run):
-    """Return Operations with the random errors of `run`, in the forward and in the backward pass."""
+    """Return Operations with the random errors of `run`, in the forward and in the backward
+    pass."""
     u = run.u
 
     def rounding(forward_u, backward_u):
@@ -292,16 +342,21 @@ def operations(run):
         @staticmethod
         def forward(ctx, a, b, fp8=None):
             ctx.save_for_backward(a, b)
-            ctx.fp8, ctx.input_fp8, ctx.weight_fp8 = fp8, fp8 and E4M3, fp8 and WEIGHT
+            ctx.fp8 = fp8
+            ctx.input_fp8 = fp8 and E4M3
+            ctx.weight_fp8 = fp8 and WEIGHT
             return run.product(a, b, ctx.input_fp8, ctx.weight_fp8)
 
         @staticmethod
         def backward(ctx, g):
             a, b = ctx.saved_tensors
-            da = run.rounded(run.product(g, b.transpose(-1, -2), ctx.fp8, ctx.weight_fp8), u.tensors)
+            da = run.rounded(run.product(g, b.transpose(-1, -2), ctx.fp8, ctx.weight_fp8),
+                             u.tensors)
             if b.dim() == 2:  # a weight: its gradient sums over all rows
-                a, g = a.flatten(0, -2), g.flatten(0, -2)
-            return da, run.rounded(run.product(a.transpose(-1, -2), g, ctx.input_fp8, ctx.fp8), u.tensors), None
+                a = a.flatten(0, -2)
+                g = g.flatten(0, -2)
+            return da, run.rounded(run.product(a.transpose(-1, -2), g, ctx.input_fp8, ctx.fp8),
+                                   u.tensors), None
 
     class Layernorm(torch.autograd.Function):
         @staticmethod
@@ -316,8 +371,10 @@ def operations(run):
         @staticmethod
         def backward(ctx, g):
             normed, rstd, weight = ctx.saved_tensors
-            C, dnormed = g.shape[-1], run.rounded(g * weight, u.sums)
-            inner = dnormed - run.row_sums(dnormed) / C - normed * run.row_sums(dnormed * normed) / C
+            C = g.shape[-1]
+            dnormed = run.rounded(g * weight, u.sums)
+            inner = (dnormed - run.row_sums(dnormed) / C - normed * run.row_sums(dnormed * normed)
+                     / C)
             dx = run.rounded(run.rounded(run.rounded(inner, u.sums) * rstd, u.sums), u.tensors)
             sums = run.column_sums(g * normed), run.column_sums(g)
             return dx, *(run.rounded(total, u.tensors) for total in sums)
@@ -342,7 +399,8 @@ def operations(run):
         @staticmethod
         def forward(ctx, x):
             x = x - x.amax(-1, keepdim=True)
-            exponent = x.masked_fill(~torch.isfinite(x), 0.0).abs()  # error u |x| in x: relative error u |x| in exp(x)
+            # error u |x| in x: relative error u |x| in exp(x)
+            exponent = x.masked_fill(~torch.isfinite(x), 0.0).abs()
             e = torch.exp(x) * (1.0 + u.sums * (RMS * exponent + 1.0) * run.noise(x))
             probs = run.rounded(e / run.row_sums(e), u.sums)
             ctx.save_for_backward(probs)
@@ -353,5 +411,6 @@ def operations(run):
             probs, = ctx.saved_tensors
             return run.rounded(run.rounded(g - run.row_sums(probs * g), u.sums) * probs, u.tensors)
 
-    return Operations(rounding(u.sums, u.sums), rounding(u.tensors, u.tensors), rounding(u.residual, u.tensors),
+    return Operations(rounding(u.sums, u.sums), rounding(u.tensors, u.tensors),
+                      rounding(u.residual, u.tensors),
                       Bias.apply, Matmul.apply, Layernorm.apply, RMSNorm.apply, Softmax.apply)

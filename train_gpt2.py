@@ -1,8 +1,9 @@
 """
 GPT-2 training on the CPU, in NumPy: forward, backward and AdamW written out by hand.
 
-GPT-2's layout, layers, model and training loop, without autograd or PyTorch. Files, settings, data, sampling and logs,
-which other pages share, are in llmc/. test_gpt2.py compares this file with PyTorch.
+GPT-2's layout, layers, model and training loop, without autograd or PyTorch. Files, settings, data,
+sampling and logs, which other pages share, are in llmc/. test_gpt2.py compares this file with
+PyTorch.
 
     python prepro_tinyshakespeare.py          # data/tiny_shakespeare_{train,val,tokenizer}.bin
     python export_weights.py                  # gpt2_124M.bin
@@ -10,12 +11,14 @@ which other pages share, are in llmc/. test_gpt2.py compares this file with PyTo
         model     gpt2_124M.bin: L=12 NH=12 C=768 maxT=1024 V=50257, 124,439,808 parameters
         step  1/41 | train loss 5.3562 | 0.64 s | 402 tok/s | 26 s left
 
-Names, here and everywhere: B batch size, T sequence length, C channels, NH heads, HS = C / NH head size, L layers,
-V vocabulary size, Vp the same padded to a multiple of 128, maxT longest sequence, OC output channels; l is a layer's
-index, N a number of rows or of elements. `dx` is the gradient of the loss with respect to x.
+Names, here and everywhere: B batch size, T sequence length, C channels, NH heads, HS = C / NH head
+size, L layers, V vocabulary size, Vp the same padded to a multiple of 128, maxT longest sequence,
+OC output channels; l is a layer's index, N a number of rows or of elements. `dx` is the gradient of
+the loss with respect to x.
 
-Layers are functions: outputs first, sizes last; of a forward pass, saved statistics, inputs, weights in between. Each
-says which outputs it writes (=) and which it adds to (+=). CUDA kernels are checked against these functions.
+Layers are functions: outputs first, sizes last; of a forward pass, saved statistics, inputs,
+weights in between. Each says which outputs it writes (=) and which it adds to (+=). CUDA kernels
+are checked against these functions.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
@@ -42,7 +45,7 @@ from llmc.single_process import refuse_launchers
 from llmc.tensors import Row, allocate, flat, layer, table_bytes, unpadded, views
 from llmc.threads import BLOCK, Others, fit_threads, parallel_blocks
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # layout: GPT-2's tensors as tables, from which sizes, offsets, views, files and tests derive
 
 
@@ -57,14 +60,18 @@ class Config:
     C: int
     Vp: int  # V padded with zero rows (V itself in a file without padding)
 
-    HEADER_BYTES, PADDED, STATES = 1024, True, (STATE_MAGIC, 1, 2)  # files have Vp rows; debug states: magic, versions
+    # files have Vp rows; debug states: magic, versions
+    HEADER_BYTES, PADDED, STATES = 1024, True, (STATE_MAGIC, 1, 2)
 
-    HS = property(lambda self: self.C // self.NH)  # Llama 3's names: head size; next: key and value heads,
-    NKV, F = property(lambda self: self.NH), property(lambda self: 4 * self.C)  # feed-forward channels
+    # Llama 3's names: head size; next: key and value heads,
+    HS = property(lambda self: self.C // self.NH)
+    NKV = property(lambda self: self.NH)
+    F = property(lambda self: 4 * self.C)  # feed-forward channels
 
     @classmethod
     def from_header(cls, header):
-        """header (256,) int32: [1] version [2] maxT [3] V [4] L [5] NH [6] C [7] Vp, from version 3 on."""
+        """header (256,) int32: [1] version [2] maxT [3] V [4] L [5] NH [6] C [7] Vp, from version 3
+        on."""
         config = cls(*map(int, header[2:8]))
         return dataclasses.replace(config, Vp=config.V) if header[1] == 1 else config
 
@@ -76,7 +83,8 @@ class Config:
         """Why no GPT-2 has these sizes, or None."""
         if self.C % self.NH:
             return f"C={self.C} is not divisible by NH={self.NH}"
-        return f"padded vocabulary Vp={self.Vp} is smaller than V={self.V}" if self.Vp < self.V else None
+        return (f"padded vocabulary Vp={self.Vp} is smaller than V={self.V}" if self.Vp < self.V
+                else None)
 
     def file_tensors(self):
         """(name, size) of a checkpoint's tensors, in order."""
@@ -87,10 +95,12 @@ class Config:
 
 
 def parameter_table(config, dtype="float32"):
-    """name -> Row for the 16 parameter tensors, in the order of every checkpoint. Linear weights are (out, in)."""
+    """name -> Row for the 16 parameter tensors, in the order of every checkpoint. Linear weights
+    are (out, in)."""
     maxT, L, C, Vp = config.maxT, config.L, config.C, config.Vp
     return {
-        "wte": Row((Vp, C), dtype, vocabulary=True, decays=True),  # token embedding, and the classifier's weight
+        # token embedding, and the classifier's weight
+        "wte": Row((Vp, C), dtype, vocabulary=True, decays=True),
         "wpe": Row((maxT, C), dtype, decays=True),  # position embedding
         "ln1w": Row((L, C), dtype, stacked=True, ones=True),
         "ln1b": Row((L, C), dtype, stacked=True),
@@ -110,7 +120,8 @@ def parameter_table(config, dtype="float32"):
 
 
 SIZES = {  # model name -> layers L, heads NH, channels C; d12 and larger are GPT-2's sizes
-    "d2": (2, 2, 128), "d4": (4, 4, 256), "d6": (6, 6, 384), "d12": (12, 12, 768), "d24": (24, 16, 1024),
+    "d2": (2, 2, 128), "d4": (4, 4, 256), "d6": (6, 6, 384), "d12": (12, 12, 768),
+    "d24": (24, 16, 1024),
     "d36": (36, 20, 1280), "d48": (48, 25, 1600),
     "c1536": (24, 16, 1536), "c2048": (24, 16, 2048), "c2560": (32, 32, 2560),  # GPT-3's
     "c4096": (32, 32, 4096),
@@ -126,13 +137,15 @@ def random_model(name, V, seed=42, maxT=1024):
 
 
 def random_params(table, V, L, seed):
-    """Standard deviations: 0.02, of projections into the residual stream 0.02 / sqrt(2 L), a factor of Radford et al.
-    2019, Language Models are Unsupervised Multitask Learners; biases 0, layernorm weights 1. Each block of a tensor has
-    its own random generator, so that the weights do not depend on the number of threads, nor wpe[t] on maxT."""
+    """Standard deviations: 0.02, of projections into the residual stream 0.02 / sqrt(2 L), a factor
+    of Radford et al. 2019, Language Models are Unsupervised Multitask Learners; biases 0, layernorm
+    weights 1. Each block of a tensor has its own random generator, so that the weights do not
+    depend on the number of threads, nor wpe[t] on maxT."""
     params = allocate(table)
 
     def fill(tensor, number, std, start, stop):
-        np.random.default_rng((seed, number, start)).standard_normal(out=tensor[start:stop], dtype=np.float32)
+        np.random.default_rng((seed, number, start)).standard_normal(out=tensor[start:stop],
+                                                                     dtype=np.float32)
         tensor[start:stop] *= std
 
     for number, (name, tensor) in enumerate(zip(table, unpadded(params, V))):
@@ -145,7 +158,8 @@ def random_params(table, V, L, seed):
 
 
 def activation_table(config, B, T):
-    """name -> Row for what a forward pass over (B, T) tokens computes; the backward pass reads most of it."""
+    """name -> Row for what a forward pass over (B, T) tokens computes; the backward pass reads most
+    of it."""
     L, NH, C, V = config.L, config.NH, config.C, config.V
     return {
         "encoded": Row((B, T, C)),
@@ -175,10 +189,12 @@ def activation_table(config, B, T):
 
 
 def scratch_table(config, B, T):
-    """name -> Row for the gradients of activations. All but dlosses serve each layer, from the last to the first."""
+    """name -> Row for the gradients of activations. All but dlosses serve each layer, from the last
+    to the first."""
     NH, C = config.NH, config.C
     return {
-        "dresidual": Row((B, T, C)),  # of the residual stream; lives through the whole backward pass
+        # of the residual stream; lives through the whole backward pass
+        "dresidual": Row((B, T, C)),
         "dbranch": Row((B, T, C)),  # of a layernorm's output or of atty; read by the next call
         "dqkv": Row((B, T, 3 * C)),  # from attention_backward to the next matmul_backward
         "dfch": Row((B, T, 4 * C)),  # of fch_gelu; then fch's, in place
@@ -194,30 +210,35 @@ def cache_table(config, B, T, dtype="float32"):
     return {"keys": Row(shape, dtype, stacked=True), "values": Row(shape, dtype, stacked=True)}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# layers, in network order, and AdamW; a backward pass cites the forward lines that it differentiates, last to first
+# --------------------------------------------------------------------------------------------------
+# layers, in network order, and AdamW; a backward pass cites the forward lines that it
+# differentiates, last to first
 
 
 def encoder_forward(out, inp, wte, wpe, B, T, C):
-    """out (B,T,C) = wte[inp] + wpe (None: no positions). inp (B,T): ids, all below V (checked when they were read)."""
+    """out (B,T,C) = wte[inp] + wpe (None: no positions). inp (B,T): ids, all below V (checked when
+    they were read)."""
     np.take(wte, inp, axis=0, out=out, mode="clip")  # the mode that needs no buffered copy of `out`
     if wpe is not None:
         out += wpe[:T]
 
 
 def encoder_backward(dwte, dwpe, dout, inp, B, T, C):
-    """dwte += the sum of dout over the positions of each token; dwpe = the sum over the batch (0 beyond T; or None)."""
+    """dwte += the sum of dout over the positions of each token; dwpe = the sum over the batch (0
+    beyond T; or None)."""
     if dwpe is not None:
         np.add.reduce(dout, axis=0, out=dwpe[:T])  # out += wpe
         dwpe[T:] = 0.0
-    order = np.argsort(inp, axis=None, kind="stable")  # out = wte[inp]: equal tokens side by side, in a fixed order
+    # out = wte[inp]: equal tokens side by side, in a fixed order
+    order = np.argsort(inp, axis=None, kind="stable")
     tokens = inp.reshape(-1)[order]
     firsts = np.flatnonzero(np.diff(tokens, prepend=-1))
     dwte[tokens[firsts]] += np.add.reduceat(dout.reshape(B * T, C)[order], firsts, axis=0)
 
 
 def layernorm_forward(out, mean, rstd, inp, weight, bias, B, T, C):
-    """out (B,T,C) = (inp - mean) * rstd * weight + bias; mean, rstd (B,T) = those of each row. Variance is biased.
+    """out (B,T,C) = (inp - mean) * rstd * weight + bias; mean, rstd (B,T) = those of each row.
+    Variance is biased.
 
     Layer Normalization, Ba et al. 2016, https://arxiv.org/abs/1607.06450
     """
@@ -236,15 +257,21 @@ def layernorm_forward(out, mean, rstd, inp, weight, bias, B, T, C):
 
 def layernorm_backward(dinp, dweight, dbias, dout, inp, weight, mean, rstd, B, T, C):
     """dinp (B,T,C) +=; dweight, dbias (C,) =."""
-    N, rows = B * T, 128  # blocks of rows, which stay in the cache and keep sums accurate
-    dinp, dout, inp = dinp.reshape(N, C), dout.reshape(N, C), inp.reshape(N, C)
-    mean, rstd = mean.reshape(N, 1), rstd.reshape(N, 1)
+    N = B * T
+    rows = 128  # blocks of rows, which stay in the cache and keep sums accurate
+    dinp = dinp.reshape(N, C)
+    dout = dout.reshape(N, C)
+    inp = inp.reshape(N, C)
+    mean = mean.reshape(N, 1)
+    rstd = rstd.reshape(N, 1)
     normed, dnormed = np.empty((2, rows, C), dout.dtype)
     dweight.fill(0.0)
     dbias.fill(0.0)
     for i in range(0, N, rows):
-        r, d = slice(i, i + rows), dout[i : i + rows]
-        n, dn = normed[: len(d)], dnormed[: len(d)]
+        r = slice(i, i + rows)
+        d = dout[i : i + rows]
+        n = normed[: len(d)]
+        dn = dnormed[: len(d)]
         np.subtract(inp[r], mean[r], out=n)  # recompute n = (inp - mean) * rstd
         n *= rstd[r]
         dbias += np.add.reduce(d, axis=0)  # out = n * weight + bias
@@ -263,7 +290,8 @@ def layernorm_backward(dinp, dweight, dbias, dout, inp, weight, mean, rstd, B, T
 
 def matmul_forward(out, inp, weight, bias, B, T, C, OC):
     """out (B,T,OC) = inp (B,T,C) @ weight (OC,C)^T + bias (OC,) (None: no bias)."""
-    out, inp = out.reshape(B * T, OC), inp.reshape(B * T, C)
+    out = out.reshape(B * T, OC)
+    inp = inp.reshape(B * T, C)
     np.matmul(inp, weight.T, out=out)
     if bias is not None:
         out += bias
@@ -274,7 +302,8 @@ def matmul_backward(dinp, dweight, dbias, dout, inp, weight, B, T, C, OC):
     dout = dout.reshape(B * T, OC)
     np.matmul(dout, weight, out=dinp.reshape(B * T, C))  # out = inp @ weight^T
     np.matmul(dout.T, inp.reshape(B * T, C), out=dweight)
-    if dbias is not None:  # out += bias: sums of columns, several times faster than by np.add.reduce
+    # out += bias: sums of columns, several times faster than by np.add.reduce
+    if dbias is not None:
         np.matmul(np.ones(B * T, dout.dtype), dout, out=dbias)
 
 
@@ -285,19 +314,24 @@ def causal_mask(T):
 
 
 def attention_forward(out, preatt, att, inp, B, T, C, NH):
-    """Causal multi-head attention: out (B,T,C) =; preatt (scaled scores), att (their softmax) (B,NH,T,T) =.
+    """Causal multi-head attention: out (B,T,C) =; preatt (scaled scores), att (their softmax)
+    (B,NH,T,T) =.
 
-    inp (B,T,3C) holds query, key, value side by side, each NH heads of HS. Above the diagonal, preatt is -inf, att 0.
+    inp (B,T,3C) holds query, key, value side by side, each NH heads of HS. Above the diagonal,
+    preatt is -inf, att 0.
     Attention Is All You Need, Vaswani et al. 2017, https://arxiv.org/abs/1706.03762
     """
     HS = C // NH
-    scale, mask = np.float32(1.0 / math.sqrt(HS)), causal_mask(T)
-    query, key, value = np.moveaxis(inp.reshape(B, T, 3, NH, HS), (2, 3), (0, 2))  # each (B, NH, T, HS), a view
+    scale = np.float32(1.0 / math.sqrt(HS))
+    mask = causal_mask(T)
+    # each (B, NH, T, HS), a view
+    query, key, value = np.moveaxis(inp.reshape(B, T, 3, NH, HS), (2, 3), (0, 2))
     heads = np.swapaxes(out.reshape(B, T, NH, HS), 1, 2)
 
     def batch(start, stop):
         for b in range(start, stop):
-            p, a = preatt[b], att[b]
+            p = preatt[b]
+            a = att[b]
             np.matmul(query[b], np.swapaxes(key[b], 1, 2), out=p)
             p *= scale
             p += mask
@@ -310,16 +344,20 @@ def attention_forward(out, preatt, att, inp, B, T, C, NH):
 
 
 def attention_block(B, T, HS):
-    """Sequences that a thread takes at a time; all B where OpenBLAS shares a matmul among its threads: above 64^3."""
+    """Sequences that a thread takes at a time; all B where OpenBLAS shares a matmul among its
+    threads: above 64^3."""
     return 1 if T * T * HS <= 64**3 else B
 
 
 def attention_decode(out, att, keys, values, inp, position, B, T, C, NH):
-    """Causal attention of T new positions, from `position` on: out (B,T,C) =; att (B,NH,T,position+T) =, as above.
-    keys, values (B,NH,>=position+T,HS) are the cache; inp's (B,T,3C) are appended to it first."""
-    HS, context = C // NH, position + T
+    """Causal attention of T new positions, from `position` on: out (B,T,C) =; att
+    (B,NH,T,position+T) =, as above. keys, values (B,NH,>=position+T,HS) are the cache; inp's
+    (B,T,3C) are appended to it first."""
+    HS = C // NH
+    context = position + T
     query, key, value = np.moveaxis(inp.reshape(B, T, 3, NH, HS), (2, 3), (0, 2))
-    keys[:, :, position:context], values[:, :, position:context] = key, value
+    keys[:, :, position:context] = key
+    values[:, :, position:context] = value
     np.matmul(query, np.swapaxes(keys[:, :, :context], 2, 3), out=att)
     att *= np.float32(1.0 / math.sqrt(HS))
     att += np.triu(np.full((T, context), -np.inf, np.float32), 1 + position)
@@ -339,7 +377,9 @@ def attention_backward(dinp, dpreatt, datt, dout, inp, att, B, T, C, NH):
 
     def batch(start, stop):
         for b in range(start, stop):
-            a, da, dp = att[b], datt[b], dpreatt[b]
+            a = att[b]
+            da = datt[b]
+            dp = dpreatt[b]
             np.matmul(np.swapaxes(a, 1, 2), dheads[b], out=dvalue[b])  # heads = att @ value
             np.matmul(dheads[b], np.swapaxes(value[b], 1, 2), out=da)
             np.subtract(da, np.vecdot(a, da)[..., None], out=dp)  # att = softmax(preatt)
@@ -360,10 +400,12 @@ def gelu_forward(out, inp, N):
 
     Gaussian Error Linear Units, Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415
     """
-    out, inp = out.reshape(N), inp.reshape(N)
+    out = out.reshape(N)
+    inp = inp.reshape(N)
 
     def block(start, stop):
-        x, y = inp[start:stop], out[start:stop]
+        x = inp[start:stop]
+        y = out[start:stop]
         np.multiply(x, x, out=y)
         y *= GELU_SCALE * GELU_CUBE
         y += GELU_SCALE
@@ -378,7 +420,9 @@ def gelu_forward(out, inp, N):
 
 def gelu_backward(dinp, inp, dout, N):
     """dinp (N,) = dout * gelu'(inp); dinp may be dout itself."""
-    dinp, inp, dout = dinp.reshape(N), inp.reshape(N), dout.reshape(N)
+    dinp = dinp.reshape(N)
+    inp = inp.reshape(N)
+    dout = dout.reshape(N)
 
     def block(start, stop):
         # With u = s (x + c x^3) and t = tanh(u):
@@ -405,17 +449,20 @@ def gelu_backward(dinp, inp, dout, N):
 
 
 def residual_forward(out, inp1, inp2, N):
-    """out (N,) = inp1 + inp2. Its backward pass hands dout on to both unchanged: they share one buffer, dresidual."""
+    """out (N,) = inp1 + inp2. Its backward pass hands dout on to both unchanged: they share one
+    buffer, dresidual."""
     np.add(inp1.reshape(N), inp2.reshape(N), out=out.reshape(N))
 
 
 def softmax_forward(probs, logits, B, T, V):
     """probs (B,T,V) = softmax of each row of logits (B,T,V), the row's maximum subtracted first."""
     N = B * T
-    probs, logits = probs.reshape(N, V), logits.reshape(N, V)
+    probs = probs.reshape(N, V)
+    logits = logits.reshape(N, V)
 
     def rows(start, stop):
-        x, p = logits[start:stop], probs[start:stop]
+        x = logits[start:stop]
+        p = probs[start:stop]
         np.subtract(x, np.maximum.reduce(x, axis=1, keepdims=True), out=p)
         np.exp(p, out=p)
         p *= np.float32(1.0) / np.add.reduce(p, axis=1, keepdims=True)
@@ -424,18 +471,25 @@ def softmax_forward(probs, logits, B, T, V):
 
 
 def crossentropy_forward(losses, logits, probs, targets, B, T, V):
-    """losses (B,T) = -log of each target's probability; below float32's smallest normal number, from logits (B,T,V)."""
-    p, tiny = np.take_along_axis(probs, targets[..., None], axis=-1)[..., 0], np.finfo(np.float32).tiny
+    """losses (B,T) = -log of each target's probability; below float32's smallest normal number,
+    from logits (B,T,V)."""
+    p = np.take_along_axis(probs, targets[..., None], axis=-1)[..., 0]
+    tiny = np.finfo(np.float32).tiny
     np.negative(np.log(np.maximum(p, tiny)), out=losses)
-    x, t = logits[p < tiny], targets[p < tiny, None]  # log(sum(exp(x))) is the largest x - log(its probability)
-    losses[p < tiny] = x.max(-1) - np.take_along_axis(x, t, axis=-1)[:, 0] - np.log(probs[p < tiny].max(-1))
+    x = logits[p < tiny]
+    t = targets[p < tiny, None]  # log(sum(exp(x))) is the largest x - log(its probability)
+    losses[p < tiny] = (x.max(-1) - np.take_along_axis(x, t, axis=-1)[:, 0]
+                        - np.log(probs[p < tiny].max(-1)))
 
 
 def crossentropy_softmax_backward(dlogits, dlosses, probs, targets, B, T, V):
-    """dlogits (B,T,V) = (probs - one-hot(targets)) * dlosses (B,T) of each row: the gradient through both layers."""
+    """dlogits (B,T,V) = (probs - one-hot(targets)) * dlosses (B,T) of each row: the gradient
+    through both layers."""
     N = B * T
-    dlogits, dlosses = dlogits.reshape(N, V), dlosses.reshape(N, 1)
-    probs, targets = probs.reshape(N, V), targets.reshape(N)
+    dlogits = dlogits.reshape(N, V)
+    dlosses = dlosses.reshape(N, 1)
+    probs = probs.reshape(N, V)
+    targets = targets.reshape(N)
 
     def rows(start, stop):
         d = dlogits[start:stop]
@@ -446,25 +500,37 @@ def crossentropy_softmax_backward(dlogits, dlosses, probs, targets, B, T, V):
 
 
 def global_norm(grads, N):
-    """The Euclidean norm of the flat gradient (N,), as a Python float; sums of short blocks are added in float64."""
-    squares = parallel_blocks(lambda start, stop: np.vdot(grads[start:stop], grads[start:stop]), N, BLOCK // 8)
+    """The Euclidean norm of the flat gradient (N,), as a Python float; sums of short blocks are
+    added in float64."""
+    squares = parallel_blocks(lambda start, stop: np.vdot(grads[start:stop],
+                                                          grads[start:stop]), N, BLOCK // 8)
     return math.sqrt(math.fsum(squares))
 
 
-def adamw_update(params, m, v, grads, learning_rate, beta1, beta2, eps, weight_decay, grad_scale, step, N):
-    """One AdamW step on flat arrays (N,), params, m and v in place; `step` counts from 1 for the bias correction.
+def adamw_update(params, m, v, grads, learning_rate, beta1, beta2, eps, weight_decay, grad_scale,
+                 step, N):
+    """One AdamW step on flat arrays (N,), params, m and v in place; `step` counts from 1 for the
+    bias correction.
 
     grad_scale multiplies the gradients first (clipping).
-    Decoupled Weight Decay Regularization, Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101"""
-    # m / (1 - beta1^step) / (sqrt(v / (1 - beta2^step)) + eps), with the bias corrections moved out of the loop:
+    Decoupled Weight Decay Regularization, Loshchilov and Hutter 2017,
+    https://arxiv.org/abs/1711.05101"""
+    # m / (1 - beta1^step) / (sqrt(v / (1 - beta2^step)) + eps), with the bias corrections moved out
+    # of the loop:
     correction2 = math.sqrt(1.0 - beta2**step)
     rate = np.float32(learning_rate * correction2 / (1.0 - beta1**step))
     eps = np.float32(eps * correction2)
-    keep, scale = np.float32(1.0 - learning_rate * weight_decay), np.float32(grad_scale)
-    one_minus_beta1, one_minus_beta2, beta2 = np.float32(1.0 - beta1), np.float32(1.0 - beta2), np.float32(beta2)
+    keep = np.float32(1.0 - learning_rate * weight_decay)
+    scale = np.float32(grad_scale)
+    one_minus_beta1 = np.float32(1.0 - beta1)
+    one_minus_beta2 = np.float32(1.0 - beta2)
+    beta2 = np.float32(beta2)
 
     def block(start, stop):
-        p, mean, square, g = params[start:stop], m[start:stop], v[start:stop], grads[start:stop]
+        p = params[start:stop]
+        mean = m[start:stop]
+        square = v[start:stop]
+        g = grads[start:stop]
         t = np.empty_like(p)
         if scale != 1.0:
             g = g * scale
@@ -487,34 +553,41 @@ def adamw_update(params, m, v, grads, learning_rate, beta1, beta2, eps, weight_d
 
 
 class AdamW:
-    """The optimizer: what it keeps from one update to the next, and an update. Another optimizer is a class like it."""
+    """The optimizer: what it keeps from one update to the next, and an update. Another optimizer is
+    a class like it."""
 
     STATE = "m", "v"  # float32 Tensors like the parameters', in the order of a state file
 
     def __init__(self, params):
-        self.m, self.v = allocate(params.table), allocate(params.table)
+        self.m = allocate(params.table)
+        self.v = allocate(params.table)
 
     def update(self, params, grads, settings, learning_rate, step, grad_scale=1.0):
         """One step; `step` counts from 1."""
         for name, row in params.table.items():
             decay = settings.weight_decay if settings.decay == "all" or row.decays else 0.0
-            tensors = [getattr(source, name).reshape(-1) for source in (params, self.m, self.v, grads)]
-            adamw_update(*tensors, learning_rate, settings.beta1, settings.beta2, settings.eps, decay, grad_scale, step,
-                         row.size)
+            tensors = [getattr(source, name).reshape(-1)
+                       for source in (params, self.m, self.v, grads)]
+            adamw_update(*tensors, learning_rate, settings.beta1, settings.beta2, settings.eps,
+                         decay, grad_scale, step, row.size)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # model
 
 
 def forward_layers(acts, params, config, inputs, position, attend, matmul):
-    """Token ids (B, T) at the positions from `position` on -> acts.lnf (B, T, C): all but the classifier. Training
-    and text generation each pass their matmul and their attend(l, a), which fills layer l's a.atty from a.qkv."""
-    (B, T), C, N = inputs.shape, config.C, inputs.size
+    """Token ids (B, T) at the positions from `position` on -> acts.lnf (B, T, C): all but the
+    classifier. Training and text generation each pass their matmul and their attend(l, a), which
+    fills layer l's a.atty from a.qkv."""
+    B, T = inputs.shape
+    C = config.C
+    N = inputs.size
     encoder_forward(acts.encoded, inputs, params.wte, params.wpe[position:], B, T, C)
     residual = acts.encoded
     for l in range(config.L):
-        p, a = layer(params, l), layer(acts, l)
+        p = layer(params, l)
+        a = layer(acts, l)
         layernorm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)
         matmul(a.qkv, a.ln1, p.qkvw, p.qkvb, B, T, C, 3 * C)
         attend(l, a)
@@ -526,21 +599,31 @@ def forward_layers(acts, params, config, inputs, position, attend, matmul):
         matmul(a.fcproj, a.fch_gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
         residual_forward(a.residual3, a.residual2, a.fcproj, N * C)
         residual = a.residual3
-    layernorm_forward(acts.lnf, acts.lnf_mean, acts.lnf_rstd, residual, params.lnfw, params.lnfb, B, T, C)
+    layernorm_forward(acts.lnf, acts.lnf_mean, acts.lnf_rstd, residual, params.lnfw, params.lnfb, B,
+                      T, C)
 
 
 class GPT2:
-    """A model, its gradients and its optimizer. Every large buffer is allocated once, at the start: by
-    allocate_activations and, to train, allocate_training. Smaller batches use the start of the same buffers. Llama3
-    inherits from it, with tables, forward_layers, attend, head and backward_into of its own."""
+    """A model, its gradients and its optimizer. Every large buffer is allocated once, at the start:
+    by allocate_activations and, to train, allocate_training. Smaller batches use the start of the
+    same buffers. Llama3 inherits from it, with tables, forward_layers, attend, head and
+    backward_into of its own."""
 
-    TITLE, MAGIC, Config, Settings = "GPT-2", MODEL_MAGIC, Config, Settings
-    SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
-    activation_table, scratch_table = staticmethod(activation_table), staticmethod(scratch_table)
-    forward_layers, Optimizer = staticmethod(forward_layers), AdamW
+    TITLE = "GPT-2"
+    MAGIC = MODEL_MAGIC
+    Config = Config
+    Settings = Settings
+    SIZES = SIZES
+    parameter_table = staticmethod(parameter_table)
+    random_model = staticmethod(random_model)
+    activation_table = staticmethod(activation_table)
+    scratch_table = staticmethod(scratch_table)
+    forward_layers = staticmethod(forward_layers)
+    Optimizer = AdamW
 
     def __init__(self, config, params):
-        self.config, self.params = config, params
+        self.config = config
+        self.params = params
         self.grads = self.optimizer = None
 
     def allocate_activations(self, B, T):
@@ -548,8 +631,8 @@ class GPT2:
         self.activations_buffer = allocate(self.activation_table(self.config, B, T)).buffer
 
     def allocate_training(self, B, T, micro_steps=1):
-        """Allocate what a backward pass over (B, T) needs, two gradient buffers when gradients accumulate; and, the
-        first time, the optimizer."""
+        """Allocate what a backward pass over (B, T) needs, two gradient buffers when gradients
+        accumulate; and, the first time, the optimizer."""
         table = self.params.table
         self.grads, self.optimizer = allocate(table), self.optimizer or self.Optimizer(self.params)
         self.micro_grads = allocate(table) if micro_steps > 1 else None
@@ -559,20 +642,25 @@ class GPT2:
     def trunk(self, inputs):
         """Token ids (B, T) -> acts, up to lnf (B, T, C): all but the classifier."""
         acts = views(self.activation_table(self.config, *inputs.shape), self.activations_buffer)
-        self.inputs, self.acts = inputs, acts
+        self.inputs = inputs
+        self.acts = acts
         self.forward_layers(acts, self.params, self.config, inputs, 0, self.attend, matmul_forward)
         return acts
 
     def attend(self, l, a):
-        attention_forward(a.atty, a.preatt, a.att, a.qkv, *self.inputs.shape, self.config.C, self.config.NH)
+        attention_forward(a.atty, a.preatt, a.att, a.qkv, *self.inputs.shape, self.config.C,
+                          self.config.NH)
 
     def head(self, tensors):
         """The classifier's weight (V, C) in params or grads: tied to the embedding."""
         return tensors.wte[: self.config.V]
 
     def forward(self, inputs, targets):
-        """inputs, targets (B, T) integer ids -> the mean loss, a float; activations stay in self.acts."""
-        (B, T), C, V = inputs.shape, self.config.C, self.config.V
+        """inputs, targets (B, T) integer ids -> the mean loss, a float; activations stay in
+        self.acts."""
+        B, T = inputs.shape
+        C = self.config.C
+        V = self.config.V
         acts = self.trunk(inputs)
         matmul_forward(acts.logits, acts.lnf, self.head(self.params), None, B, T, C, V)
         softmax_forward(acts.probs, acts.logits, B, T, V)
@@ -581,22 +669,29 @@ class GPT2:
         return float(np.mean(acts.losses, dtype=np.float64))
 
     def losses(self, inputs, targets):
-        """inputs, targets (B, T) integer ids -> the losses of the targets (B, T), which the next pass overwrites."""
+        """inputs, targets (B, T) integer ids -> the losses of the targets (B, T), which the next
+        pass overwrites."""
         self.forward(inputs, targets)
         return self.acts.losses
 
     def backward(self, micro_step=0, micro_steps=1):
-        """Gradients of the last forward pass's loss / micro_steps: self.grads = in the first micro step, += later."""
+        """Gradients of the last forward pass's loss / micro_steps: self.grads = in the first micro
+        step, += later."""
         grads = self.grads if micro_step == 0 else self.micro_grads
         self.backward_into(grads, micro_steps)
         if micro_step > 0:
-            total, micro = flat(self.grads), flat(self.micro_grads)
-            parallel_blocks(lambda start, stop: np.add(total[start:stop], micro[start:stop], out=total[start:stop]),
+            total = flat(self.grads)
+            micro = flat(self.micro_grads)
+            parallel_blocks(lambda start, stop: np.add(total[start:stop], micro[start:stop],
+                                                       out=total[start:stop]),
                             total.size)
 
     def backward_into(self, grads, micro_steps):
         """Write all of `grads` but wte from token V on, which stays 0."""
-        (B, T), NH, C, V = self.inputs.shape, self.config.NH, self.config.C, self.config.V
+        B, T = self.inputs.shape
+        NH = self.config.NH
+        C = self.config.C
+        V = self.config.V
         params, acts = self.params, self.acts
         scratch = views(self.scratch_table(self.config, B, T), self.scratch.buffer)
         dresidual, dbranch = scratch.dresidual, scratch.dbranch
@@ -604,76 +699,99 @@ class GPT2:
         scratch.dlosses.fill(1.0 / (B * T * micro_steps))
         dlogits = acts.logits
         crossentropy_softmax_backward(dlogits, scratch.dlosses, acts.probs, self.targets, B, T, V)
-        matmul_backward(dbranch, self.head(grads), None, dlogits, acts.lnf, self.head(params), B, T, C, V)
+        matmul_backward(dbranch, self.head(grads), None, dlogits, acts.lnf, self.head(params), B, T,
+                        C, V)
         dresidual.fill(0.0)
-        layernorm_backward(dresidual, grads.lnfw, grads.lnfb, dbranch, acts.residual3[-1], params.lnfw,
-                           acts.lnf_mean, acts.lnf_rstd, B, T, C)
+        layernorm_backward(dresidual, grads.lnfw, grads.lnfb, dbranch, acts.residual3[-1],
+                           params.lnfw, acts.lnf_mean, acts.lnf_rstd, B, T, C)
         for l in reversed(range(self.config.L)):
-            p, a, g = layer(params, l), layer(acts, l), layer(grads, l)
+            p = layer(params, l)
+            a = layer(acts, l)
+            g = layer(grads, l)
             residual = acts.encoded if l == 0 else acts.residual3[l - 1]
-            matmul_backward(scratch.dfch, g.fcprojw, g.fcprojb, dresidual, a.fch_gelu, p.fcprojw, B, T, 4 * C, C)
+            matmul_backward(scratch.dfch, g.fcprojw, g.fcprojb, dresidual, a.fch_gelu, p.fcprojw, B,
+                            T, 4 * C, C)
             gelu_backward(scratch.dfch, a.fch, scratch.dfch, 4 * B * T * C)
             matmul_backward(dbranch, g.fcw, g.fcb, scratch.dfch, a.ln2, p.fcw, B, T, C, 4 * C)
-            layernorm_backward(dresidual, g.ln2w, g.ln2b, dbranch, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd, B, T, C)
-            matmul_backward(dbranch, g.attprojw, g.attprojb, dresidual, a.atty, p.attprojw, B, T, C, C)
-            attention_backward(scratch.dqkv, scratch.dpreatt, scratch.datt, dbranch, a.qkv, a.att, B, T, C, NH)
+            layernorm_backward(dresidual, g.ln2w, g.ln2b, dbranch, a.residual2, p.ln2w, a.ln2_mean,
+                               a.ln2_rstd, B, T, C)
+            matmul_backward(dbranch, g.attprojw, g.attprojb, dresidual, a.atty, p.attprojw, B, T, C,
+                            C)
+            attention_backward(scratch.dqkv, scratch.dpreatt, scratch.datt, dbranch, a.qkv, a.att,
+                               B, T, C, NH)
             matmul_backward(dbranch, g.qkvw, g.qkvb, scratch.dqkv, a.ln1, p.qkvw, B, T, C, 3 * C)
-            layernorm_backward(dresidual, g.ln1w, g.ln1b, dbranch, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, B, T, C)
-        encoder_backward(grads.wte, grads.wpe, dresidual, self.inputs, B, T, C)  # adds to the classifier's part of wte
+            layernorm_backward(dresidual, g.ln1w, g.ln1b, dbranch, residual, p.ln1w, a.ln1_mean,
+                               a.ln1_rstd, B, T, C)
+        # adds to the classifier's part of wte
+        encoder_backward(grads.wte, grads.wpe, dresidual, self.inputs, B, T, C)
 
     def norm_and_scale(self, settings):
-        """The norm of the gradients, None if no setting needs it, and the factor that clips them."""
+        """The norm of the gradients, None if no setting needs it, and the factor that clips
+        them."""
         norm = global_norm(flat(self.grads), flat(self.grads).size) if settings.needs_norm else None
-        return norm, (settings.grad_clip / norm if settings.grad_clip and norm > settings.grad_clip else 1.0)
+        return norm, (settings.grad_clip / norm if settings.grad_clip and norm > settings.grad_clip
+                      else 1.0)
 
 
 def matmul_few_rows(out, inp, weight, bias, B, T, C, OC):
     """As matmul_forward, which OpenBLAS does slowly for few rows."""
-    out, inp = out.reshape(B * T, OC), inp.reshape(B * T, C)
+    out = out.reshape(B * T, OC)
+    inp = inp.reshape(B * T, C)
     if B * T > 16:
         np.matmul(inp, weight.T, out=out)
     elif B * T > 8 or OC <= C:
         out[...] = np.matmul(weight, inp.T).T
     else:  # for fewer still, a dot product for each row of a tall weight is faster
-        parallel_blocks(lambda start, stop: np.vecdot(weight[start:stop, None], inp, out=out.T[start:stop]), OC,
+        parallel_blocks(lambda start, stop: np.vecdot(weight[start:stop, None], inp,
+                                                      out=out.T[start:stop]), OC,
                         max(1, 4 * BLOCK // C))
     if bias is not None:
         out += bias
 
 
 def positions_at_once(B, T):
-    """How many positions of each of B sequences a Decoder's pass takes; longer prompts take several passes."""
+    """How many positions of each of B sequences a Decoder's pass takes; longer prompts take several
+    passes."""
     return max(1, min(256, T) // B)
 
 
 class Decoder:
-    """GPT-2 for text generation: forward passes over the next positions of B sequences, with a KV cache."""
+    """GPT-2 for text generation: forward passes over the next positions of B sequences, with a KV
+    cache."""
 
     def __init__(self, config, params, B, T):
         """Allocate for B sequences of at most T positions."""
-        self.config, self.params, self.T = config, params, T
+        self.config = config
+        self.params = params
+        self.T = T
         cache, acts = self.tables(config, B, T)
-        self.cache, self.buffer = allocate(cache), np.zeros(table_bytes(acts), np.uint8)
+        self.cache = allocate(cache)
+        self.buffer = np.zeros(table_bytes(acts), np.uint8)
 
-    activation_table, forward_layers, head = staticmethod(activation_table), staticmethod(forward_layers), GPT2.head
+    activation_table = staticmethod(activation_table)
+    forward_layers = staticmethod(forward_layers)
+    head = GPT2.head
     draw = draw  # of sampler.py
 
     @classmethod
     def tables(cls, config, B, T):
-        """What is allocated: the KV cache; the larger of two passes' activations, over 1 and over B sequences."""
+        """What is allocated: the KV cache; the larger of two passes' activations, over 1 and over B
+        sequences."""
         passes = (cls.decode_table(config, n, positions_at_once(n, T), T) for n in (1, B))
         return cache_table(config, B, T), max(passes, key=table_bytes)
 
     @classmethod
     def decode_table(cls, config, B, T, context):
-        """name -> Row for a pass over T new positions, `context` in all; all layers share the buffers."""
+        """name -> Row for a pass over T new positions, `context` in all; all layers share the
+        buffers."""
         saved = cls.activation_table(config, B, T).items()
         rows = {name: row._replace(shape=row.shape[row.stacked :], stacked=False)
                 for name, row in saved if name not in ("preatt", "probs", "losses")}
         return rows | {"att": Row((B, config.NH, T, context)), "logits": Row((B, config.V))}
 
     def logits(self, tokens, position):
-        """tokens (B, T), the first at `position` -> logits (B, V) of the next token, which the next pass overwrites."""
+        """tokens (B, T), the first at `position` -> logits (B, V) of the next token, which the next
+        pass overwrites."""
         step = positions_at_once(len(tokens), self.T)
         for begin in range(0, tokens.shape[1], step):
             logits = self.forward(tokens[:, begin : begin + step], position + begin)
@@ -681,47 +799,59 @@ class Decoder:
 
     def forward(self, tokens, position):
         """One forward pass over tokens (B, T)."""
-        (B, T), config, params = tokens.shape, self.config, self.params
+        B, T = tokens.shape
+        config = self.config
+        params = self.params
         acts = views(self.decode_table(config, B, T, position + T), self.buffer)
         attend = functools.partial(self.attend, position, B, T)
         self.forward_layers(acts, params, config, tokens, position, attend, matmul_few_rows)
-        matmul_few_rows(acts.logits, acts.lnf[:, -1].copy(), self.head(params), None, B, 1, config.C, config.V)
+        matmul_few_rows(acts.logits, acts.lnf[:, -1].copy(), self.head(params), None, B, 1,
+                        config.C, config.V)
         return acts.logits
 
     def attend(self, position, B, T, l, a):
         """Store the new keys and values in layer l's cache, and attend to all."""
-        keys, values = self.cache.keys[l, :B], self.cache.values[l, :B]
-        attention_decode(a.atty, a.att, keys, values, a.qkv, position, B, T, self.config.C, self.config.NH)
+        keys = self.cache.keys[l, :B]
+        values = self.cache.values[l, :B]
+        attention_decode(a.atty, a.att, keys, values, a.qkv, position, B, T, self.config.C,
+                         self.config.NH)
 
     def share_first(self, B, T):
-        """Copy the first sequence's cache to sequences 1 to B - 1, which continue the same prompt of T tokens."""
+        """Copy the first sequence's cache to sequences 1 to B - 1, which continue the same prompt
+        of T tokens."""
         for tensor in (self.cache.keys, self.cache.values):
             tensor[:, 1:B, :, :T] = tensor[:, :1, :, :T]
 
 
 GPT2.Decoder = Decoder
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # main
 
 
 def memory_plan(architecture, config, settings):
     """What training allocates: [(bytes, what for)]."""
-    B, T, parameters = settings.B, settings.T, table_bytes(architecture.parameter_table(config))
+    B = settings.B
+    T = settings.T
+    parameters = table_bytes(architecture.parameter_table(config))
     return [
         (parameters, "parameters"),
         (parameters * (2 if settings.micro_steps > 1 else 1), "gradients"),
-        *((parameters, f"{architecture.Optimizer.__name__}'s {name}") for name in architecture.Optimizer.STATE),
+        *((parameters, f"{architecture.Optimizer.__name__}'s {name}")
+          for name in architecture.Optimizer.STATE),
         (table_bytes(architecture.activation_table(config, B, T)), "activations"),
         (table_bytes(architecture.scratch_table(config, B, T)), "gradients of activations"),
-        *([(sum(map(table_bytes, architecture.Decoder.tables(config, 1, T))), "text")] if settings.sample_every else [])
+        *([(sum(map(table_bytes, architecture.Decoder.tables(config, 1, T))), "text")]
+          if settings.sample_every else [])
     ]
 
 
 def main(architecture=GPT2):
-    settings = parse_settings(architecture.Settings, f"Train {architecture.TITLE} on the CPU, in NumPy.")
+    settings = parse_settings(architecture.Settings,
+                              f"Train {architecture.TITLE} on the CPU, in NumPy.")
     refuse_launchers(os.environ, os.path.basename(sys.argv[0]))
-    warnings.simplefilter("ignore", RuntimeWarning)  # on overflow: check_update stops at what is not finite
+    # on overflow: check_update stops at what is not finite
+    warnings.simplefilter("ignore", RuntimeWarning)
     with locked(settings.output_dir), Loop(settings, architecture) as loop:
         threads = fit_threads(loop.notes.get("threads"))
         device = f"CPU, {threads} thread{'s' * (threads > 1)}, NumPy {np.__version__}, float32"
@@ -730,7 +860,8 @@ def main(architecture=GPT2):
         model = architecture(loop.config, loop.params)
         model.allocate_activations(settings.B, settings.T)
         model.allocate_training(settings.B, settings.T, settings.micro_steps)
-        model.decoder = model.Decoder(loop.config, loop.params, 1, settings.T) if settings.sample_every else None
+        model.decoder = (model.Decoder(loop.config, loop.params, 1, settings.T)
+                         if settings.sample_every else None)
         loop.start(model, Saver(model, settings))
         other_programs = Others()
         for step in loop:  # between updates, it validates, samples, saves and stops
@@ -741,14 +872,17 @@ def main(architecture=GPT2):
 
 
 def train_step(model, loader, settings, step):
-    """Run update `step`, from 0 -> Update. Raises UserError, before weights change, if loss or norm is not finite."""
-    start, loss = time.perf_counter(), 0.0
+    """Run update `step`, from 0 -> Update. Raises UserError, before weights change, if loss or norm
+    is not finite."""
+    start = time.perf_counter()
+    loss = 0.0
     for micro_step in range(settings.micro_steps):
         loss += model.forward(*loader.next_batch()) / settings.micro_steps
         check_update(step, loss)
         model.backward(micro_step, settings.micro_steps)
     norm, grad_scale = model.norm_and_scale(settings)
-    z_scores, skipped = judge(settings, model.recent, loss, norm) if settings.skips_outliers else (None, None)
+    z_scores, skipped = (judge(settings, model.recent, loss, norm) if settings.skips_outliers
+                         else (None, None))
     if not skipped:
         check_update(step, loss, norm)
         rate = learning_rate_at(settings, step)

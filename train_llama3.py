@@ -1,15 +1,17 @@
 """
-Llama 3 training on the CPU, in NumPy: what it has instead of GPT-2's layers, forward and backward by hand.
+Llama 3 training on the CPU, in NumPy: what it has instead of GPT-2's layers, forward and backward
+by hand.
 
-RMSNorm for layernorm, rotated queries and keys (RoPE) for position embeddings, several query heads to a key and value
-head, SwiGLU for GELU, no biases. The rest, and the words and names, are train_gpt2.py's: read that page first.
+RMSNorm for layernorm, rotated queries and keys (RoPE) for position embeddings, several query heads
+to a key and value head, SwiGLU for GELU, no biases. The rest, and the words and names, are
+train_gpt2.py's: read that page first.
 
     python train_llama3.py -e l4 -i data/mine -o runs/mine          # random weights
     python export_weights.py --model SmolLM2-135M-Instruct/         # of a Hugging Face folder
     python train_llama3.py -e llama3_SmolLM2-135M-Instruct.bin -i data/mine
 
-More names: NKV key and value heads, HS head size, Q = NH*HS and K = NKV*HS channels of queries and of keys, F channels
-of the feed-forward layer.
+More names: NKV key and value heads, HS head size, Q = NH*HS and K = NKV*HS channels of queries and
+of keys, F channels of the feed-forward layer.
 
 The Llama 3 Herd of Models, Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783
 """
@@ -28,10 +30,11 @@ from llmc.files import LLAMA_MAGIC, make_header
 from llmc.settings import Settings, with_default
 from llmc.tensors import Row, layer, views
 from llmc.threads import BLOCK, parallel_blocks
-from train_gpt2 import (GPT2, Decoder, attention_block, causal_mask, crossentropy_softmax_backward, encoder_backward,
+from train_gpt2 import (GPT2, Decoder, attention_block, causal_mask, crossentropy_softmax_backward,
+                        encoder_backward,
                         encoder_forward, main, matmul_backward, random_params, residual_forward)
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # layout
 
 
@@ -51,33 +54,40 @@ class Config:
     tied: int = 1  # the classifier's weight is the embedding
     eps: float = 1e-5
     theta: float = 500_000.0  # RoPE's base
-    factor: int = 0  # RoPE scaled for longer sequences, as from Llama 3.1 on: see rope_table; 0: not scaled
+    # RoPE scaled for longer sequences, as from Llama 3.1 on: see rope_table; 0: not scaled
+    factor: int = 0
     low: int = 1
     high: int = 4
     original: int = 8192
 
     HEADER_BYTES, PADDED, STATES = 2048, False, (LLAMA_MAGIC, 3)  # 256 int32, 256 float32; V rows
 
-    Q, K = property(lambda self: self.NH * self.HS), property(lambda self: self.NKV * self.HS)
+    Q = property(lambda self: self.NH * self.HS)
+    K = property(lambda self: self.NKV * self.HS)
 
     @classmethod
     def from_header(cls, header):
-        """header (512,) int32: [1] version [2] maxT [3] V [4] L [5] NH [6] NKV [7] C [8] multiple_of [9] scaled RoPE
-        [10] [11] Llama's version; float32 from [256] on: F's multiplier, eps, theta. Ours, if [19] is 1: [12] F
-        [13] tied [14] HS [15] RoPE's factor [16] low [17] high [18] original. Without them, F is Meta's formula."""
+        """header (512,) int32: [1] version [2] maxT [3] V [4] L [5] NH [6] NKV [7] C [8]
+        multiple_of [9] scaled RoPE [10] [11] Llama's version; float32 from [256] on: F's
+        multiplier, eps, theta. Ours, if [19] is 1: [12] F [13] tied [14] HS [15] RoPE's factor [16]
+        low [17] high [18] original. Without them, F is Meta's formula."""
         maxT, V, L, NH, NKV, C, multiple, scaled = map(int, header[2:10])
-        multiplier, eps, theta = (float(str(x)) for x in header[256:259].view("<f4"))  # 1e-5, not 9.99999974e-6
-        ours = dict(zip(("F", "tied", "HS", "factor", "low", "high", "original"), map(int, header[12:19])))
+        # 1e-5, not 9.99999974e-6
+        multiplier, eps, theta = (float(str(x)) for x in header[256:259].view("<f4"))
+        ours = dict(zip(("F", "tied", "HS", "factor", "low", "high", "original"),
+                        map(int, header[12:19])))
         if header[19] != 1:
-            multiple, F = max(1, multiple), multiplier * int(8 * C / 3)
+            multiple = max(1, multiple)
+            F = multiplier * int(8 * C / 3)
             F = multiple * -(-int(F) // multiple) if 0 < F < 2**31 else 0  # 0 is refused
             ours = dict(F=F, tied=0, HS=C // max(1, NH), factor=8 * scaled)
         return cls(maxT, V, L, NH, NKV, C, V, eps=eps, theta=theta, **ours)
 
     def to_header(self, version):
-        header = make_header(LLAMA_MAGIC, version, self.maxT, self.V, self.L, self.NH, self.NKV, self.C, self.F,
-                             int(self.factor > 0), 3, 2 if self.tied else 1, self.F, self.tied, self.HS, self.factor,
-                             self.low, self.high, self.original, 1)
+        header = make_header(LLAMA_MAGIC, version, self.maxT, self.V, self.L, self.NH, self.NKV,
+                             self.C, self.F,
+                             int(self.factor > 0), 3, 2 if self.tied else 1, self.F, self.tied,
+                             self.HS, self.factor, self.low, self.high, self.original, 1)
         floats = np.zeros(256, "<f4")
         floats[:3] = min(1.0, self.F / int(8 * self.C / 3)), self.eps, self.theta
         return np.concatenate((header, floats.view("<i4")))
@@ -85,28 +95,34 @@ class Config:
     def fault(self):
         """Why no Llama has these sizes, or None."""
         if self.NH % self.NKV or self.HS % 2:
-            return f"NH={self.NH} NKV={self.NKV} HS={self.HS}: expected NH a multiple of NKV, and HS even"
-        if not (0 < self.eps < 1 < self.theta < math.inf and 0 <= self.factor and 0 < self.low < self.high):
-            return (f"eps={self.eps} theta={self.theta} factor={self.factor} low={self.low} high={self.high}: is it of"
-                    " llm.c's master, whose layout is another? Then export the model anew")
+            return (f"NH={self.NH} NKV={self.NKV} HS={self.HS}: expected NH a multiple of NKV, and"
+                    " HS even")
+        if not (0 < self.eps < 1 < self.theta < math.inf and 0 <= self.factor
+                and 0 < self.low < self.high):
+            return (f"eps={self.eps} theta={self.theta} factor={self.factor} low={self.low}"
+                    f" high={self.high}: is it of llm.c's master, whose layout is another? Then"
+                    " export the model anew")
         if self.factor and self.original < 1:
             return f"factor={self.factor} original={self.original}: expected an original length"
         return None if self.tied in (0, 1) else f"tied is {self.tied}, expected 0 or 1"
 
     def file_tensors(self):
-        """(name, size) of a checkpoint's 16 tensors, in llm.c's order: the classifier's weight, for tied models too,
-        where GPT-2 has wpe; a name of None is a bias, zeros."""
-        L, C, sizes = self.L, self.C, {name: row.size for name, row in parameter_table(self).items()}
-        biases = dict(ln1w=L * C, qkvw=L * (self.Q + 2 * self.K), attprojw=L * C, ln2w=L * C, fcw=2 * L * self.F,
-                      fcprojw=L * C, lnfw=C)
+        """(name, size) of a checkpoint's 16 tensors, in llm.c's order: the classifier's weight, for
+        tied models too, where GPT-2 has wpe; a name of None is a bias, zeros."""
+        L = self.L
+        C = self.C
+        sizes = {name: row.size for name, row in parameter_table(self).items()}
+        biases = dict(ln1w=L * C, qkvw=L * (self.Q + 2 * self.K), attprojw=L * C, ln2w=L * C,
+                      fcw=2 * L * self.F, fcprojw=L * C, lnfw=C)
         head = "wte" if self.tied else "lm_head"
         return [("wte", sizes["wte"]), (head, sizes[head]),
-                *(pair for name, size in biases.items() for pair in ((name, sizes[name]), (None, size)))]
+                *(pair for name, size in biases.items()
+                  for pair in ((name, sizes[name]), (None, size)))]
 
     def describe(self):
         scaled = f" rope factor={self.factor}" if self.factor else ""
-        return (f"L={self.L} NH={self.NH} NKV={self.NKV} HS={self.HS} C={self.C} F={self.F} maxT={self.maxT} V={self.V}"
-                f"{'' if self.tied else ' untied'}{scaled}")
+        return (f"L={self.L} NH={self.NH} NKV={self.NKV} HS={self.HS} C={self.C} F={self.F}"
+                f" maxT={self.maxT} V={self.V}{'' if self.tied else ' untied'}{scaled}")
 
 
 def parameter_table(config, dtype="float32"):
@@ -114,7 +130,8 @@ def parameter_table(config, dtype="float32"):
     L, C, Q, F, Vp = config.L, config.C, config.Q, config.F, config.Vp
     return {
         "wte": Row((Vp, C), dtype, vocabulary=True, decays=True),
-        **({} if config.tied else {"lm_head": Row((Vp, C), dtype, vocabulary=True, decays=True, early=True)}),
+        **({} if config.tied
+           else {"lm_head": Row((Vp, C), dtype, vocabulary=True, decays=True, early=True)}),
         "ln1w": Row((L, C), dtype, stacked=True, ones=True),
         "qkvw": Row((L, Q + 2 * config.K, C), dtype, stacked=True, decays=True),
         "attprojw": Row((L, C, Q), dtype, stacked=True, decays=True),
@@ -125,13 +142,16 @@ def parameter_table(config, dtype="float32"):
     }
 
 
-SIZES = {  # model name -> layers L, heads NH, key and value heads NKV, channels C, feed-forward channels F
-    "l2": (2, 2, 1, 128, 384), "l4": (4, 4, 2, 256, 768), "l6": (6, 6, 2, 384, 1024), "l12": (12, 12, 4, 768, 2048),
+# model name -> layers L, heads NH, key and value heads NKV, channels C, feed-forward channels F
+SIZES = {
+    "l2": (2, 2, 1, 128, 384), "l4": (4, 4, 2, 256, 768), "l6": (6, 6, 2, 384, 1024),
+    "l12": (12, 12, 4, 768, 2048),
 }  # fmt: skip
 
 
 def random_model(name, V, seed=42, maxT=1024):
-    """Return (config, params) of an untrained SIZES[name], or None if `name` is not in SIZES. Weights as GPT-2's."""
+    """Return (config, params) of an untrained SIZES[name], or None if `name` is not in SIZES.
+    Weights as GPT-2's."""
     if name not in SIZES:
         return None
     L, NH, NKV, C, F = SIZES[name]
@@ -140,7 +160,8 @@ def random_model(name, V, seed=42, maxT=1024):
 
 
 def activation_table(config, B, T):
-    """name -> Row for what a forward pass over (B, T) tokens computes; the backward pass reads most of it."""
+    """name -> Row for what a forward pass over (B, T) tokens computes; the backward pass reads most
+    of it."""
     L, NH, C, Q, F, V = config.L, config.NH, config.C, config.Q, config.F, config.V
     return {
         "encoded": Row((B, T, C)),
@@ -180,7 +201,7 @@ def scratch_table(config, B, T):
     }
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # layers
 
 
@@ -200,13 +221,19 @@ def rmsnorm_forward(out, rstd, inp, weight, eps, B, T, C):
 
 def rmsnorm_backward(dinp, dweight, dout, inp, weight, rstd, B, T, C):
     """dinp (B,T,C) +=; dweight (C,) =."""
-    N, rows = B * T, 128  # blocks of rows, which stay in the cache and keep sums accurate
-    dinp, dout, inp, rstd = dinp.reshape(N, C), dout.reshape(N, C), inp.reshape(N, C), rstd.reshape(N, 1)
+    N = B * T
+    rows = 128  # blocks of rows, which stay in the cache and keep sums accurate
+    dinp = dinp.reshape(N, C)
+    dout = dout.reshape(N, C)
+    inp = inp.reshape(N, C)
+    rstd = rstd.reshape(N, 1)
     normed, dnormed = np.empty((2, rows, C), dout.dtype)
     dweight.fill(0.0)
     for i in range(0, N, rows):
-        r, d = slice(i, i + rows), dout[i : i + rows]
-        n, dn = normed[: len(d)], dnormed[: len(d)]
+        r = slice(i, i + rows)
+        d = dout[i : i + rows]
+        n = normed[: len(d)]
+        dn = dnormed[: len(d)]
         np.multiply(inp[r], rstd[r], out=n)  # recompute n = inp * rstd
         np.multiply(d, n, out=dn)  # out = n * weight
         dweight += np.add.reduce(dn, axis=0)
@@ -220,14 +247,17 @@ def rmsnorm_backward(dinp, dweight, dout, inp, weight, rstd, B, T, C):
 
 @functools.lru_cache(maxsize=4)
 def rope_table(config, T, position=0):
-    """(cos, sin), each (T, HS/2) float32, of the angles t * theta^(-2i/HS), t from `position` on. With a factor, as
-    from Llama 3.1 on, waves longer than original/low are stretched, those shorter than original/high are kept, others
-    are between. Each step is rounded to float32, as in transformers: exact angles differ by 6e-4 at t = 8192."""
+    """(cos, sin), each (T, HS/2) float32, of the angles t * theta^(-2i/HS), t from `position` on.
+    With a factor, as from Llama 3.1 on, waves longer than original/low are stretched, those shorter
+    than original/high are kept, others are between. Each step is rounded to float32, as in
+    transformers: exact angles differ by 6e-4 at t = 8192."""
     exponents = np.arange(0, config.HS, 2, dtype=np.float32) / np.float32(config.HS)
-    frequencies = np.float32(1.0) / (config.theta ** exponents.astype(np.float64)).astype(np.float32)
+    frequencies = (np.float32(1.0)
+                   / (config.theta ** exponents.astype(np.float64)).astype(np.float32))
     if config.factor:
         waves = np.float32(2 * math.pi) / frequencies
-        between = (np.float32(config.original) / waves - np.float32(config.low)) / np.float32(config.high - config.low)
+        between = ((np.float32(config.original) / waves - np.float32(config.low))
+                   / np.float32(config.high - config.low))
         kept = np.clip(between, np.float32(0.0), np.float32(1.0))
         frequencies = (1 - kept) * frequencies / np.float32(config.factor) + kept * frequencies
     angles = np.arange(position, position + T, dtype=np.float32)[:, None] * frequencies
@@ -235,17 +265,21 @@ def rope_table(config, T, position=0):
 
 
 def rope_forward(qkv, cos, sin, B, T, heads, HS):
-    """Rotate, in place, the first `heads` heads (queries and keys) of qkv (B,T,Q+2K): each pair of neighbours (a, b) at
-    position t by its angle, to (a cos - b sin, a sin + b cos). cos, sin (T,HS/2).
+    """Rotate, in place, the first `heads` heads (queries and keys) of qkv (B,T,Q+2K): each pair of
+    neighbours (a, b) at position t by its angle, to (a cos - b sin, a sin + b cos). cos, sin
+    (T,HS/2).
 
     RoFormer, Su et al. 2021, https://arxiv.org/abs/2104.09864
     """
     pairs = qkv[..., : heads * HS].reshape(B, T, heads, HS // 2, 2)
-    cos, sin = cos[:, None], sin[:, None]
+    cos = cos[:, None]
+    sin = sin[:, None]
 
     def batch(start, stop):
-        a, b = pairs[start:stop, ..., 0], pairs[start:stop, ..., 1]
-        a[...], b[...] = a * cos - b * sin, a * sin + b * cos
+        a = pairs[start:stop, ..., 0]
+        b = pairs[start:stop, ..., 1]
+        a[...] = a * cos - b * sin
+        b[...] = a * sin + b * cos
 
     parallel_blocks(batch, B, 1)
 
@@ -263,18 +297,23 @@ def split_heads(qkv, B, T, NH, NKV, HS):
 
 
 def attention_forward(out, att, inp, B, T, NH, NKV, HS, keys=None, values=None, position=0):
-    """Causal attention of grouped queries: query head h reads key and value head h // (NH/NKV). out (B,T,Q) =; att
-    (B,NH,T,T) = softmax of the scaled scores, 0 above the diagonal. inp (B,T,Q+2K). With a cache, keys and values
-    (B,NKV,>=position+T,HS), inp is of T positions from `position` on, and att is (B,NH,T,position+T).
+    """Causal attention of grouped queries: query head h reads key and value head h // (NH/NKV). out
+    (B,T,Q) =; att (B,NH,T,T) = softmax of the scaled scores, 0 above the diagonal. inp (B,T,Q+2K).
+    With a cache, keys and values (B,NKV,>=position+T,HS), inp is of T positions from `position` on,
+    and att is (B,NH,T,position+T).
 
     GQA, Ainslie et al. 2023, https://arxiv.org/abs/2305.13245
     """
-    scale, context = np.float32(1.0 / math.sqrt(HS)), position + T
+    scale = np.float32(1.0 / math.sqrt(HS))
+    context = position + T
     query, key, value = split_heads(inp, B, T, NH, NKV, HS)
     if keys is not None:
-        keys[:, :, position:context], values[:, :, position:context] = key[:, :, 0], value[:, :, 0]
-        key, value = keys[:, :, None, :context], values[:, :, None, :context]
-    mask = np.triu(np.full((T, context), -np.inf, np.float32), 1 + position) if position else causal_mask(T)
+        keys[:, :, position:context] = key[:, :, 0]
+        values[:, :, position:context] = value[:, :, 0]
+        key = keys[:, :, None, :context]
+        value = values[:, :, None, :context]
+    mask = (np.triu(np.full((T, context), -np.inf, np.float32), 1 + position) if position
+            else causal_mask(T))
     att = att.reshape(B, NKV, NH // NKV, T, context)
     heads = np.swapaxes(out.reshape(B, T, NH, HS), 1, 2).reshape(B, NKV, NH // NKV, T, HS)
 
@@ -293,8 +332,8 @@ def attention_forward(out, att, inp, B, T, NH, NKV, HS, keys=None, values=None, 
 
 
 def attention_backward(dinp, datt, dout, inp, att, B, T, NH, NKV, HS):
-    """dinp (B,T,Q+2K) =; datt (B,NH,T,T) = (scratch); dout (B,T,Q). The gradients of a key or value head are summed
-    over its query heads, in their order."""
+    """dinp (B,T,Q+2K) =; datt (B,NH,T,T) = (scratch); dout (B,T,Q). The gradients of a key or value
+    head are summed over its query heads, in their order."""
     scale = np.float32(1.0 / math.sqrt(HS))
     query, key, value = split_heads(inp, B, T, NH, NKV, HS)
     dquery, dkey, dvalue = split_heads(dinp, B, T, NH, NKV, HS)
@@ -303,15 +342,19 @@ def attention_backward(dinp, datt, dout, inp, att, B, T, NH, NKV, HS):
 
     def batch(start, stop):
         for b in range(start, stop):
-            a, d = att[b], datt[b]
-            # heads = att @ value; a group's query heads, axis 1, share dvalue and, below, dkey: sums over them
-            np.add.reduce(np.matmul(np.swapaxes(a, 2, 3), dheads[b]), axis=1, keepdims=True, out=dvalue[b])
+            a = att[b]
+            d = datt[b]
+            # heads = att @ value; a group's query heads, axis 1, share dvalue and, below, dkey:
+            # sums over them
+            np.add.reduce(np.matmul(np.swapaxes(a, 2, 3), dheads[b]), axis=1, keepdims=True,
+                          out=dvalue[b])
             np.matmul(dheads[b], np.swapaxes(value[b], 2, 3), out=d)
             d -= np.vecdot(a, d)[..., None]  # att = softmax(scores)
             d *= a  # now the gradient of the scores
             d *= scale  # scores = query @ key^T * scale
             np.matmul(d, key[b], out=dquery[b])
-            np.add.reduce(np.matmul(np.swapaxes(d, 2, 3), query[b]), axis=1, keepdims=True, out=dkey[b])
+            np.add.reduce(np.matmul(np.swapaxes(d, 2, 3), query[b]), axis=1, keepdims=True,
+                          out=dkey[b])
 
     parallel_blocks(batch, B, attention_block(B, T, HS))
 
@@ -321,10 +364,13 @@ def swiglu_forward(out, inp, N, F):
 
     GLU Variants Improve Transformer, Shazeer 2020, https://arxiv.org/abs/2002.05202
     """
-    out, inp = out.reshape(N, F), inp.reshape(N, 2 * F)
+    out = out.reshape(N, F)
+    inp = inp.reshape(N, 2 * F)
 
     def rows(start, stop):
-        up, gate, o = inp[start:stop, :F], inp[start:stop, F:], out[start:stop]
+        up = inp[start:stop, :F]
+        gate = inp[start:stop, F:]
+        o = out[start:stop]
         np.negative(gate, out=o)
         np.exp(o, out=o)
         o += np.float32(1.0)
@@ -335,12 +381,18 @@ def swiglu_forward(out, inp, N, F):
 
 
 def swiglu_backward(dinp, inp, dout, N, F):
-    """dinp (N,2F) =: dup = dout * gate * s, dgate = dout * up * s * (1 + gate * (1 - s)), s = sigmoid(gate)."""
-    dinp, inp, dout = dinp.reshape(N, 2 * F), inp.reshape(N, 2 * F), dout.reshape(N, F)
+    """dinp (N,2F) =: dup = dout * gate * s, dgate = dout * up * s * (1 + gate * (1 - s)), s =
+    sigmoid(gate)."""
+    dinp = dinp.reshape(N, 2 * F)
+    inp = inp.reshape(N, 2 * F)
+    dout = dout.reshape(N, F)
 
     def rows(start, stop):
-        up, gate, d = inp[start:stop, :F], inp[start:stop, F:], dout[start:stop]
-        dup, dgate = dinp[start:stop, :F], dinp[start:stop, F:]
+        up = inp[start:stop, :F]
+        gate = inp[start:stop, F:]
+        d = dout[start:stop]
+        dup = dinp[start:stop, :F]
+        dgate = dinp[start:stop, F:]
         s = np.float32(1.0) / (np.exp(-gate) + np.float32(1.0))
         np.multiply(gate, s, out=dup)  # SiLU(gate)
         np.subtract(np.float32(1.0), s, out=dgate)
@@ -353,19 +405,27 @@ def swiglu_backward(dinp, inp, dout, N, F):
     parallel_blocks(rows, N, max(1, BLOCK // F))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # model
 
 
 def forward_layers(acts, params, config, inputs, position, attend, matmul):
     """Token ids (B, T) at the positions from `position` on -> acts.lnf (B, T, C), as GPT-2's."""
-    (B, T), N = inputs.shape, inputs.size
+    B, T = inputs.shape
+    N = inputs.size
     rope = rope_table(config, T, position)
-    NH, NKV, HS, C, Q, F, eps = config.NH, config.NKV, config.HS, config.C, config.Q, config.F, config.eps
+    NH = config.NH
+    NKV = config.NKV
+    HS = config.HS
+    C = config.C
+    Q = config.Q
+    F = config.F
+    eps = config.eps
     encoder_forward(acts.encoded, inputs, params.wte, None, B, T, C)
     residual = acts.encoded
     for l in range(config.L):
-        p, a = layer(params, l), layer(acts, l)
+        p = layer(params, l)
+        a = layer(acts, l)
         rmsnorm_forward(a.ln1, a.ln1_rstd, residual, p.ln1w, eps, B, T, C)
         matmul(a.qkv, a.ln1, p.qkvw, None, B, T, C, Q + 2 * config.K)
         rope_forward(a.qkv, *rope, B, T, NH + NKV, HS)
@@ -385,16 +445,24 @@ def forward_layers(acts, params, config, inputs, position, attend, matmul):
 class LlamaSettings(Settings):
     """GPT-2's, with another model to start from."""
 
-    model: str = with_default(Settings, "model", "llama3.2_1B.bin", "model to start from: a .bin file, or the directory"
-                              " of a run; or l2, l4, l6, l12: random weights, for sequences of at most T tokens")
+    model: str = with_default(Settings, "model", "llama3.2_1B.bin",
+                              "model to start from: a .bin file, or the directory"
+                              " of a run; or l2, l4, l6, l12: random weights, for sequences of at"
+                              " most T tokens")
 
 
 class Llama3(GPT2):
     """A Llama 3, its gradients and its optimizer; memory, loss and updates are GPT-2's."""
 
-    TITLE, MAGIC, Config, Settings = "Llama 3", LLAMA_MAGIC, Config, LlamaSettings
-    SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
-    activation_table, scratch_table = staticmethod(activation_table), staticmethod(scratch_table)
+    TITLE = "Llama 3"
+    MAGIC = LLAMA_MAGIC
+    Config = Config
+    Settings = LlamaSettings
+    SIZES = SIZES
+    parameter_table = staticmethod(parameter_table)
+    random_model = staticmethod(random_model)
+    activation_table = staticmethod(activation_table)
+    scratch_table = staticmethod(scratch_table)
     forward_layers = staticmethod(forward_layers)
 
     def attend(self, l, a):
@@ -407,8 +475,17 @@ class Llama3(GPT2):
     def backward_into(self, grads, micro_steps):
         """Write all of `grads` but wte and lm_head from token V on, which stay 0."""
         B, T = self.inputs.shape
-        config, params, acts, N = self.config, self.params, self.acts, B * T
-        NH, NKV, HS, C, Q, F, V = config.NH, config.NKV, config.HS, config.C, config.Q, config.F, config.V
+        config = self.config
+        params = self.params
+        acts = self.acts
+        N = B * T
+        NH = config.NH
+        NKV = config.NKV
+        HS = config.HS
+        C = config.C
+        Q = config.Q
+        F = config.F
+        V = config.V
         s = views(self.scratch_table(config, B, T), self.scratch.buffer)
         cos, sin = rope_table(config, T, 0)  # the forward pass's, cached
 
@@ -417,31 +494,43 @@ class Llama3(GPT2):
         crossentropy_softmax_backward(dlogits, s.dlosses, acts.probs, self.targets, B, T, V)
         if not config.tied:
             grads.wte.fill(0.0)
-        matmul_backward(s.dbranch, self.head(grads), None, dlogits, acts.lnf, self.head(params), B, T, C, V)
+        matmul_backward(s.dbranch, self.head(grads), None, dlogits, acts.lnf, self.head(params), B,
+                        T, C, V)
         s.dresidual.fill(0.0)
-        rmsnorm_backward(s.dresidual, grads.lnfw, s.dbranch, acts.residual3[-1], params.lnfw, acts.lnf_rstd, B, T, C)
+        rmsnorm_backward(s.dresidual, grads.lnfw, s.dbranch, acts.residual3[-1], params.lnfw,
+                         acts.lnf_rstd, B, T, C)
         for l in reversed(range(config.L)):
-            p, a, g = layer(params, l), layer(acts, l), layer(grads, l)
+            p = layer(params, l)
+            a = layer(acts, l)
+            g = layer(grads, l)
             residual = acts.encoded if l == 0 else acts.residual3[l - 1]
-            matmul_backward(s.dfch_swiglu, g.fcprojw, None, s.dresidual, a.fch_swiglu, p.fcprojw, B, T, F, C)
+            matmul_backward(s.dfch_swiglu, g.fcprojw, None, s.dresidual, a.fch_swiglu, p.fcprojw, B,
+                            T, F, C)
             swiglu_backward(s.dfch, a.fch, s.dfch_swiglu, N, F)
             matmul_backward(s.dbranch, g.fcw, None, s.dfch, a.ln2, p.fcw, B, T, C, 2 * F)
-            rmsnorm_backward(s.dresidual, g.ln2w, s.dbranch, a.residual2, p.ln2w, a.ln2_rstd, B, T, C)
+            rmsnorm_backward(s.dresidual, g.ln2w, s.dbranch, a.residual2, p.ln2w, a.ln2_rstd, B, T,
+                             C)
             matmul_backward(s.datty, g.attprojw, None, s.dresidual, a.atty, p.attprojw, B, T, Q, C)
             attention_backward(s.dqkv, s.datt, s.datty, a.qkv, a.att, B, T, NH, NKV, HS)
             rope_backward(s.dqkv, cos, sin, B, T, NH + NKV, HS)
-            matmul_backward(s.dbranch, g.qkvw, None, s.dqkv, a.ln1, p.qkvw, B, T, C, Q + 2 * config.K)
+            matmul_backward(s.dbranch, g.qkvw, None, s.dqkv, a.ln1, p.qkvw, B, T, C,
+                            Q + 2 * config.K)
             rmsnorm_backward(s.dresidual, g.ln1w, s.dbranch, residual, p.ln1w, a.ln1_rstd, B, T, C)
-        encoder_backward(grads.wte, None, s.dresidual, self.inputs, B, T, C)  # adds to the classifier's part, if tied
+        # adds to the classifier's part, if tied
+        encoder_backward(grads.wte, None, s.dresidual, self.inputs, B, T, C)
 
 
 class LlamaDecoder(Decoder):
     """Llama 3 for text generation; the cache has NKV heads."""
 
-    activation_table, forward_layers, head = staticmethod(activation_table), staticmethod(forward_layers), Llama3.head
+    activation_table = staticmethod(activation_table)
+    forward_layers = staticmethod(forward_layers)
+    head = Llama3.head
 
     def attend(self, position, B, T, l, a):
-        c, keys, values = self.config, self.cache.keys[l, :B], self.cache.values[l, :B]
+        c = self.config
+        keys = self.cache.keys[l, :B]
+        values = self.cache.values[l, :B]
         attention_forward(a.atty, a.att, a.qkv, B, T, c.NH, c.NKV, c.HS, keys, values, position)
 
 

@@ -1,14 +1,15 @@
 """
-Is the GPU's forward and backward pass right? One random batch, tensor by tensor beside train_gpt2.py or, for a Llama,
-train_llama3.py; needs a GPU.
+Is the GPU's forward and backward pass right? One random batch, tensor by tensor beside
+train_gpt2.py or, for a Llama, train_llama3.py; needs a GPU.
 
     make check                              # d4 with random weights; another: MODEL=gpt2_d12.bin ARGS="-t 256"
     make check MODEL=l4                     # a Llama
     python dev/check_gpu.py -e gpt2_d12.bin -b 2 -t 128 --dtype float32 --tf32 0
 
-The flags are those of train_gpt2_cuda.py, but --recompute is 0 by default, so that every activation is kept. It prints
-one row for each activation, the logits, their gradient and the gradients of the weights. If a row is red, it also names
-the first wrong tensor and the launches that computed it, and the exit status is 1.
+The flags are those of train_gpt2_cuda.py, but --recompute is 0 by default, so that every activation
+is kept. It prints one row for each activation, the logits, their gradient and the gradients of the
+weights. If a row is red, it also names the first wrong tensor and the launches that computed it,
+and the exit status is 1.
 """
 
 import collections
@@ -30,10 +31,11 @@ from profile_gpu import array_of, label, open_model, open_trainer
 from train_gpt2_cuda import JOB, CudaSettings
 from llmc.debugstate import check_tensor
 
-# The largest error allowed in a row, as a fraction of its largest value: float32 sums in another order stay below 1e-4
-# through all layers, TF32 operands keep 11 bits, bfloat16 tensors 8. In bfloat16, both start from the rounded weights.
-# test_gpt2.py's noisy runs of GPT-2 124M have errors of up to 1.3 percent in bfloat16, 13 percent in FP8. Tensors
-# that FP8 has in 8 bits alone, such as ln1 or the gradient of fch, have no row: the next one shows their errors.
+# The largest error allowed in a row, as a fraction of its largest value: float32 sums in another
+# order stay below 1e-4 through all layers, TF32 operands keep 11 bits, bfloat16 tensors 8. In
+# bfloat16, both start from the rounded weights. test_gpt2.py's noisy runs of GPT-2 124M have errors
+# of up to 1.3 percent in bfloat16, 13 percent in FP8. Tensors that FP8 has in 8 bits alone, such as
+# ln1 or the gradient of fch, have no row: the next one shows their errors.
 TOLERANCES = {"fp8": 4e-1, "bf16": 5e-2, "tf32": 1e-2, "float32": 1e-4}
 
 
@@ -42,11 +44,13 @@ class CheckSettings(CudaSettings):
     recompute: int = with_default(CudaSettings, "recompute", 0)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # gradients of logits in 8 bits
 
-# Where the numbers of each 16 along the inner dimension of a matmul are stored; kernels/fp8.cuh tells why.
-COLUMN_ORDER = np.array([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])  # (N,C), and weights in both copies
+# Where the numbers of each 16 along the inner dimension of a matmul are stored; kernels/fp8.cuh
+# tells why.
+# (N,C), and weights in both copies
+COLUMN_ORDER = np.array([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
 ROW_ORDER = np.arange(16).reshape(2, 8).T.ravel()  # transposed copies of all else: 0, 8, 1, 9 ...
 
 
@@ -56,7 +60,8 @@ def decode_e5m2(bits):
 
 
 def natural(stored, order):
-    """(...,n), n a multiple of 16, as stored in COLUMN_ORDER or ROW_ORDER -> the same in natural order."""
+    """(...,n), n a multiple of 16, as stored in COLUMN_ORDER or ROW_ORDER -> the same in natural
+    order."""
     return stored.reshape(*stored.shape[:-1], -1, 16)[..., np.argsort(order)].reshape(stored.shape)
 
 
@@ -66,29 +71,32 @@ def dlogits_of(logits):
     return decode_e5m2(natural(halves[..., 0, :], COLUMN_ORDER))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # which launch wrote what
 
 
 class Recorder:
     """An observer that finds which launches write each watched row, (name, layer or None).
 
-    Rows are poisoned first: a launch has written those whose first or last bytes are no longer poison. A kernel's first
-    argument is a result, so a written row that comes there again is accumulated into. A row that column_sums writes
-    takes its place in the order from the launch that left the partial sums."""
+    Rows are poisoned first: a launch has written those whose first or last bytes are no longer
+    poison. A kernel's first argument is a result, so a written row that comes there again is
+    accumulated into. A row that column_sums writes takes its place in the order from the launch
+    that left the partial sums."""
 
     def __init__(self, trainer):
         self.tensors = trainer.params, trainer.grads, trainer.linears.operands
         self.launches = []  # their labels, in order
         self.writers = collections.defaultdict(list)  # row -> indices of the launches that write it
         self.place = {}  # row -> index of the launch whose work shows in it
-        self.unwritten, self.addresses = {}, {}  # row -> array, address -> row
+        self.unwritten = {}
+        self.addresses = {}  # row -> array, address -> row
         self.latest = {}  # address -> the latest launch that had it as an argument
         self.logits = self.dlogits = None
         self.dlogits_of = dlogits_of if trainer.precision.fp8 else to_float32
 
     def watch(self, rows):
-        """Watch the rows that the launches from here on should write; accumulation into earlier rows is not noticed."""
+        """Watch the rows that the launches from here on should write; accumulation into earlier
+        rows is not noticed."""
         self.unwritten |= rows
         self.addresses = {array.data.ptr: row for row, array in rows.items()}
 
@@ -120,15 +128,19 @@ class Recorder:
         self.place[row] = i
 
     def first_wrong(self, is_wrong):
-        """Return (first wrong row in order of computation, labels of launches since the last right row), or None."""
-        rows, since = collections.defaultdict(list), []
+        """Return (first wrong row in order of computation, labels of launches since the last right
+        row), or None."""
+        rows = collections.defaultdict(list)
+        since = []
         for row, i in self.place.items():
             rows[i].append(row)
         for i, launch in enumerate(self.launches):
             since.append(launch)
             for row in rows[i]:
                 if is_wrong(*row):
-                    return row, list(dict.fromkeys([*since, *(self.launches[j] for j in self.writers[row])]))
+                    return row, list(dict.fromkeys([*since,
+                                                    *(self.launches[j]
+                                                      for j in self.writers[row])]))
             if rows[i]:
                 since = []
         return None
@@ -160,7 +172,7 @@ def describe_row(name, l):
     return name if l is None else f"{name} of layer {l}"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the two runs; both return {row's name: array}
 
 
@@ -183,17 +195,25 @@ def run_on_cpu(architecture, config, params, inputs, targets):
 
 def log_sum_exp(qkv, config):
     """The log of the sum of exp of each row's scores (B,NH,T), from qkv (B,T,(NH+2NKV)*HS)."""
-    NH, NKV, HS, (B, T, _) = config.NH, config.NKV, config.HS, qkv.shape
+    NH = config.NH
+    NKV = config.NKV
+    HS = config.HS
+    B, T, _ = qkv.shape
     heads = qkv.reshape(B, T, -1, HS).swapaxes(1, 2)
-    scores = heads[:, :NH] @ np.repeat(heads[:, NH : NH + NKV], NH // NKV, axis=1).swapaxes(2, 3) / math.sqrt(HS)
+    scores = (heads[:, :NH] @ np.repeat(heads[:, NH : NH + NKV], NH // NKV, axis=1).swapaxes(2, 3)
+              / math.sqrt(HS))
     scores[..., ~np.tri(T, dtype=bool)] = -np.inf
     largest = scores.max(axis=-1)
     return largest + np.log(np.exp(scores - largest[..., None]).sum(axis=-1))
 
 
 def run_on_gpu(trainer, inputs, targets):
-    """Run the same pass on the GPU, with the matmuls that training would choose; also return its Recorder."""
-    device, config, batch, N = trainer.device, trainer.config, trainer.batch, inputs.size
+    """Run the same pass on the GPU, with the matmuls that training would choose; also return its
+    Recorder."""
+    device = trainer.device
+    config = trainer.config
+    batch = trainer.batch
+    N = inputs.size
     model, acts = trainer.model, trainer.acts
     tables = model.tables(config, trainer.settings, *inputs.shape, device)
     kept = tables["activations"]["activations"]
@@ -216,12 +236,13 @@ def run_on_gpu(trainer, inputs, targets):
         device.observer = None
         rows = {name: to_float32(getattr(acts, name)) for name in kept}
     rows["logits"] = recorder.logits[..., : config.V]
-    rows["dlogits"] = recorder.dlogits[..., : config.V] * np.float32(1 / N / model.linears.dlogits_scale(1 / N))
+    rows["dlogits"] = (recorder.dlogits[..., : config.V]
+                       * np.float32(1 / N / model.linears.dlogits_scale(1 / N)))
     grads = trainer.to_host(trainer.grads)
     return {**rows, **{f"d{name}": getattr(grads, name) for name in grads.table}}, recorder
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # main
 
 
@@ -244,23 +265,28 @@ def compare(got, expected, recorder, tolerance):
 
 
 def check(architecture, gpu, config, params, settings):
-    """Whether the architecture's page for GPUs agrees with that in NumPy. Raises UserError for a speed run's."""
+    """Whether the architecture's page for GPUs agrees with that in NumPy. Raises UserError for a
+    speed run's."""
     if architecture.HAS.qknorm:
-        raise UserError(f"-e {settings.model}: expected GPT-2 or a Llama; speed runs: pytest tests/test_speedrun.py")
+        raise UserError(f"-e {settings.model}: expected GPT-2 or a Llama; speed runs: pytest"
+                        " tests/test_speedrun.py")
     if settings.precision.bf16:
         params = views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))
-    inputs, targets = np.random.default_rng(0).integers(0, config.V, (2, settings.B, settings.T), dtype=np.int32)
+    inputs, targets = np.random.default_rng(0).integers(0, config.V, (2, settings.B, settings.T),
+                                                        dtype=np.int32)
     trainer = open_trainer(architecture, gpu, config, params, settings)
     trainer.prepare((inputs, targets))
     got, recorder = run_on_gpu(trainer, inputs, targets)
     expected = run_on_cpu(architecture_of(settings.model), config, params, inputs, targets)
     precision = settings.precision
-    return compare(got, expected, recorder, TOLERANCES["fp8" if precision.fp8 else precision.matmul])
+    return compare(got, expected, recorder,
+                   TOLERANCES["fp8" if precision.fp8 else precision.matmul])
 
 
 @gpu_errors_as_lines()
 def main():
-    settings = parse_settings(CheckSettings, "Compare one batch with the page in NumPy, tensor by tensor.")
+    settings = parse_settings(CheckSettings,
+                              "Compare one batch with the page in NumPy, tensor by tensor.")
     settings.graph = settings.total_batch_size = 0  # one batch, launch by launch
     return 0 if check(*open_model(settings)) else 1
 

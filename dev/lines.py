@@ -23,7 +23,8 @@ FOLDERS = {  # what: files, as git's patterns
 
 
 def files(*patterns):
-    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True,
+                            text=True, check=True)
     return listed.stdout.split()
 
 
@@ -33,24 +34,30 @@ def count(path):
 
 
 def imports(path, everywhere=False):
-    """The project's files that a file imports when it is loaded; everywhere: within functions, too."""
+    """The project's files that a file imports when it is loaded; everywhere: within functions,
+    too."""
     with open(os.path.join(ROOT, path), "rb") as f:
         tree = ast.parse(f.read())
     names = {name for node in (ast.walk(tree) if everywhere else tree.body) for name in (
         [alias.name for alias in node.names] if isinstance(node, ast.Import) else
-        [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)] if isinstance(node, ast.ImportFrom)
+        [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        if isinstance(node, ast.ImportFrom)
         else [])}
     names |= {name.rpartition(".")[0] for name in names if "." in name}
-    folders = os.path.dirname(path), "", "dev", "tests", "exercises"  # in which Python looks, or pytest
+    # in which Python looks, or pytest
+    folders = os.path.dirname(path), "", "dev", "tests", "exercises"
     found = ([name for folder in folders for end in (".py", "/__init__.py")
-              if os.path.exists(os.path.join(ROOT, name := os.path.join(folder, module.replace(".", "/") + end)))]
+              if os.path.exists(os.path.join(ROOT,
+                                             name := os.path.join(folder,
+                                                                  module.replace(".", "/") + end)))]
              for module in names)
     return sorted({paths[0] for paths in found if paths})
 
 
 def closure(path):
     """All files that a program loads: itself, what it imports, what these import."""
-    loaded, left = set(), [path]
+    loaded = set()
+    left = [path]
     while left:
         if (path := left.pop()) not in loaded:
             loaded.add(path)
@@ -63,7 +70,8 @@ def main():
         print(f"{what:<20} {sum(map(count, files(*patterns))):>6} lines")
     for program in ("train_gpt2.py", "train_gpt2_cuda.py"):
         loaded = closure(program)
-        print(f"\n{program} loads {sum(map(count, loaded))} lines in {len(loaded)} files:\n  {' '.join(loaded)}")
+        print(f"\n{program} loads {sum(map(count, loaded))} lines in {len(loaded)} files:\n "
+              f" {' '.join(loaded)}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Where the project is, and what its programs print. A program of dev/ imports this before the project's modules and
-NumPy, and so finds them."""
+"""Where the project is, and what its programs print. A program of dev/ imports this before the
+project's modules and NumPy, and so finds them."""
 
 import os
 import shlex

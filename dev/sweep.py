@@ -1,16 +1,20 @@
 """
-Train a run for each combination of flags (-l 3e-4,6e-4 are two), on this machine's GPUs, and compare their losses.
+Train a run for each combination of flags (-l 3e-4,6e-4 are two), on this machine's GPUs, and
+compare their losses.
 
-    python dev/sweep.py -o runs/sweep -l 3e-4,6e-4,1.2e-3 --seed 1,2,3 -e d4 -i data/mine -b 16 -x 500
+    python dev/sweep.py -o runs/sweep -l 3e-4,6e-4,1.2e-3 --seed 1,2,3 -e d4 -i data/mine -b 16 -x
+    500
 
-The flags are those of train_gpt2_cuda.py if there is a GPU, else of train_gpt2.py. Commas separate the values of a
-flag, and each combination is a run: here nine, in runs/sweep/l=0.0003_seed=1 and so on, each with its output in
-output.txt. Each GPU, or the CPU, trains one at a time; with no -s, it draws no samples, but validates at the end, too.
+The flags are those of train_gpt2_cuda.py if there is a GPU, else of train_gpt2.py. Commas separate
+the values of a flag, and each combination is a run: here nine, in runs/sweep/l=0.0003_seed=1 and so
+on, each with its output in output.txt. Each GPU, or the CPU, trains one at a time; with no -s, it
+draws no samples, but validates at the end, too.
 
-At the end it prints a table, best validation loss first, writes it to sweep.csv there, and draws sweep.png: the last
-validation loss against the flag with the most values, a line for each combination of the others, through the mean of
-several seeds. Ctrl-C saves the runs and stops; the same command resumes them, also with other values of the same flags.
-If a run fails, it is named, the others go on, and the exit status is 1.
+At the end it prints a table, best validation loss first, writes it to sweep.csv there, and draws
+sweep.png: the last validation loss against the flag with the most values, a line for each
+combination of the others, through the mean of several seeds. Ctrl-C saves the runs and stops; the
+same command resumes them, also with other values of the same flags. If a run fails, it is named,
+the others go on, and the exit status is 1.
 """
 
 import csv
@@ -42,16 +46,19 @@ class Run(NamedTuple):
     values: dict  # of the swept flags: {field of the settings: value}
     arguments: list  # for the trainer
     directory: str
-    started = property(lambda self: os.path.join(self.directory, "started.txt"))  # has the arguments
+    # has the arguments
+    started = property(lambda self: os.path.join(self.directory, "started.txt"))
     finished = property(lambda self: os.path.join(self.directory, "finished.txt"))
 
 
 def plan(argv, trainer):
-    """Return (settings of the first run, swept fields, runs); the trainer's parser checks every combination."""
+    """Return (settings of the first run, swept fields, runs); the trainer's parser checks every
+    combination."""
     words = (re.fullmatch(r"(--?\w+=)?(.*)", word, re.DOTALL).groups("") for word in argv)
     choices = [[flag + value for value in values.split(",")] for flag, values in words]
     description = (__doc__ or "\n").split("\n")[1]
-    combinations = [("--sample_every=0", "--final_reports=1", *line) for line in itertools.product(*choices)]
+    combinations = [("--sample_every=0", "--final_reports=1", *line)
+                    for line in itertools.product(*choices)]
     lines = [parse_settings(trainer, description, line) for line in combinations]
     first = lines[0]
     swept = [field.name for field in dataclasses.fields(first)
@@ -62,7 +69,8 @@ def plan(argv, trainer):
     if getattr(first, "gpus", 1) > 1:
         raise UserError("--gpus: a sweep trains each run on one GPU: leave the flag out")
     if not first.output_dir:
-        raise UserError(f"-o {first.output}: expected the sweep's directory, for its runs and table: pass -o DIR")
+        raise UserError(f"-o {first.output}: expected the sweep's directory, for its runs and"
+                        " table: pass -o DIR")
     if not swept:
         raise UserError("no flag has several values: separate them by commas, as in -l 3e-4,6e-4")
     runs = {}
@@ -80,24 +88,31 @@ def plan(argv, trainer):
 
 
 def train_all(runs, program, slots):
-    """Train the runs, one per slot at a time; a slot is the environment variables for one. Returns the directories of
-    runs that failed. On Ctrl-C, SIGTERM or SIGHUP, the runs save and stop, and KeyboardInterrupt is raised."""
-    queue, free, running, failed = list(runs), list(slots), {}, []
+    """Train the runs, one per slot at a time; a slot is the environment variables for one. Returns
+    the directories of runs that failed. On Ctrl-C, SIGTERM or SIGHUP, the runs save and stop, and
+    KeyboardInterrupt is raised."""
+    queue = list(runs)
+    free = list(slots)
+    running = {}
+    failed = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     with import_package("tqdm", "a sweep").tqdm(total=len(runs), unit="run", disable=None) as bar:
         try:
             while running or queue:
                 while queue and free:
-                    run, slot = queue.pop(0), free.pop(0)
+                    run = queue.pop(0)
+                    slot = free.pop(0)
                     make_directory(run.directory)
                     with replacing(run.started) as f:
                         f.write(shlex.join(run.arguments).encode(errors="surrogateescape"))
                     with open(os.path.join(run.directory, "output.txt"), "ab") as f:
                         command = [sys.executable, os.path.join(ROOT, program), *run.arguments]
                         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=f,
-                                                   stderr=subprocess.STDOUT, env={**os.environ, **slot},
-                                                   start_new_session=True)  # no signals from the terminal
+                                                   stderr=subprocess.STDOUT,
+                                                   env={**os.environ, **slot},
+                                                   # no signals from the terminal
+                                                   start_new_session=True)
                     running[process] = run, slot
                 for process in [process for process in running if process.poll() is not None]:
                     run, slot = running.pop(process)
@@ -108,7 +123,8 @@ def train_all(runs, program, slots):
                         failed.append(run.directory)
                         with open(os.path.join(run.directory, "output.txt"), errors="replace") as f:
                             last = (f.read().strip().splitlines() or ["it printed nothing"])[-1]
-                        bar.write(f"{run.directory}: failed ({process.returncode}): {last}", file=sys.stderr)
+                        bar.write(f"{run.directory}: failed ({process.returncode}): {last}",
+                                  file=sys.stderr)
                     bar.update()
                 time.sleep(0.1)
         finally:  # after Ctrl-C, runs are left: they save, as after one of their own
@@ -122,7 +138,9 @@ def train_all(runs, program, slots):
 def result(run, state):
     """A run's row of the table, {column: value}, without the values that it does not have. Raises
     UserError for a damaged main.csv."""
-    row, path, found = {**run.values, "state": state}, os.path.join(run.directory, "main.csv"), {}
+    row = {**run.values, "state": state}
+    path = os.path.join(run.directory, "main.csv")
+    found = {}
     if os.path.exists(path):
         try:
             with open(path, newline="") as f:
@@ -134,7 +152,8 @@ def result(run, state):
             raise UserError(f"{path}: is damaged ({error}): remove {run.directory} to train that"
                             " run again") from None
     if "val_loss" in found:
-        row["val_loss"], row["best_val_loss"] = found["val_loss"][-1], min(found["val_loss"])
+        row["val_loss"] = found["val_loss"][-1]
+        row["best_val_loss"] = min(found["val_loss"])
     if "train_loss" in found:
         row["train_loss"] = float(np.mean(found["train_loss"][-10:]))
     if "seconds" in found:
@@ -143,7 +162,8 @@ def result(run, state):
 
 
 def draw(swept, results, loss, path):
-    """Draw the finished runs' losses, against the flag with the most values that is not the seed."""
+    """Draw the finished runs' losses, against the flag with the most values that is not the
+    seed."""
     results = [row for row in results if row["state"] == "finished" and loss in row]
     if not results:
         return
@@ -155,7 +175,8 @@ def draw(swept, results, loss, path):
     with picture(path) as axes:
         for index, (label, points) in enumerate(lines.items()):
             x = sorted(points)
-            axes.plot(x, [np.mean(points[value]) for value in x], color=f"C{index}", label=label or "runs")
+            axes.plot(x, [np.mean(points[value]) for value in x], color=f"C{index}", label=label
+                      or "runs")
             axes.plot(*zip(*((value, y) for value in x for y in points[value])), f"C{index}o")
         is_wide = isinstance(x[0], float) and x[-1] > 5 * x[0]
         if x[0] > 0 and (along == "learning_rate" or is_wide):
@@ -168,17 +189,21 @@ def draw(swept, results, loss, path):
 def main():
     try:
         count = count_gpus()
-        gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
+        gpus = (os.environ.get("CUDA_VISIBLE_DEVICES")
+                or ",".join(map(str, range(count)))).split(",")[:count]
         from train_gpt2_cuda import CudaSettings as trainer
     except UserError:
-        gpus, trainer = [], Settings
+        gpus = []
+        trainer = Settings
     settings, swept, runs = plan(sys.argv[1:], trainer)
-    program, slots = "train_gpt2_cuda.py" if gpus else "train_gpt2.py", [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus]
+    program = "train_gpt2_cuda.py" if gpus else "train_gpt2.py"
+    slots = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus]
     with locked(settings.output):
         for run in runs:
             arguments = shlex.join(run.arguments).encode(errors="surrogateescape")
             if os.path.exists(run.started) and Path(run.started).read_bytes() != arguments:
-                raise UserError(f"{run.directory}: a run with other flags: pass the same, or another -o")
+                raise UserError(f"{run.directory}: a run with other flags: pass the same, or"
+                                " another -o")
             if os.path.exists(run.finished):
                 result(run, "finished")  # a damaged table should end the sweep now, not hours later
         waiting = [run for run in runs if not os.path.exists(run.finished)]
@@ -189,11 +214,14 @@ def main():
             print(f"stopped; to go on: {shlex.join(['python', *sys.argv])}", file=sys.stderr)
             return 128 + signal.SIGINT
         results = [result(run, "failed" if run.directory in failed else "finished") for run in runs]
-        results.sort(key=lambda row: (row["state"] != "finished", row.get("best_val_loss", row.get("train_loss", 0.0))))
+        results.sort(key=lambda row: (row["state"] != "finished",
+                                      row.get("best_val_loss", row.get("train_loss", 0.0))))
         table = [[*swept, "state", *RESULTS]]
-        table += [[format(row[name], RESULTS.get(name, "")) if name in row else "" for name in table[0]]
+        table += [[format(row[name], RESULTS.get(name, "")) if name in row else ""
+                   for name in table[0]]
                   for row in results]
-        widths, path = [max(map(len, column)) for column in zip(*table)], os.path.join(settings.output, "sweep")
+        widths = [max(map(len, column)) for column in zip(*table)]
+        path = os.path.join(settings.output, "sweep")
         for row in table:
             print("  ".join(f"{cell or '-':>{width}}" for cell, width in zip(row, widths)))
         with replacing(f"{path}.csv") as f:  # no value has a comma
@@ -201,7 +229,8 @@ def main():
         draw(swept, results, "val_loss" if settings.val_every else "train_loss", f"{path}.png")
         print(f"wrote {path}.csv and {path}.png")
     if failed:
-        raise UserError(f"{len(failed)} of {len(runs)} runs failed: {', '.join(map(os.path.basename, failed))}")
+        raise UserError(f"{len(failed)} of {len(runs)} runs failed:"
+                        f" {', '.join(map(os.path.basename, failed))}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """
-When the parts of a training step run, and when gradients and weights travel between GPUs at the same time.
+When the parts of a training step run, and when gradients and weights travel between GPUs at the
+same time.
 
     python dev/timeline.py --gpus 4 -e d12 -b 4 -t 1024        # prints ms, draws timeline.png, timeline-dark.png
 
-The flags are those of train_gpt2_cuda.py. Times are the first rank's, from events in the captured step, on random
-tokens with learning rate 0: medians of 20 steps. `gradients 3 fcw` and `weights 3` are transfers of layer 3's matrices;
-without a number, of the rest: embeddings, biases, layernorms. `add` accumulates the gradients of a micro-batch that is
-not the last. Communication that is not hidden shows in the main stream: as a forward pass longer than on one GPU,
-because it waits for weights, or as a gap before `norm` or `adamw`, while the last gradients travel.
+The flags are those of train_gpt2_cuda.py. Times are the first rank's, from events in the captured
+step, on random tokens with learning rate 0: medians of 20 steps. `gradients 3 fcw` and `weights 3`
+are transfers of layer 3's matrices; without a number, of the rest: embeddings, biases, layernorms.
+`add` accumulates the gradients of a micro-batch that is not the last. Communication that is not
+hidden shows in the main stream: as a forward pass longer than on one GPU, because it waits for
+weights, or as a gap before `norm` or `adamw`, while the last gradients travel.
 """
 
 import contextlib
@@ -28,16 +30,19 @@ from plot_log import head, label_parts, light_and_dark
 
 PICTURE, STEPS = "timeline.png", 20
 ROWS = {"main": (2, "compute"), "comm": (0, "transfers between GPUs")}  # stream -> y, label
-COLORS = {"forward": "C0", "backward": "C1", "add": "C5", "norm": "C3", "adamw": "C2", "weights": "C0",
+COLORS = {"forward": "C0", "backward": "C1", "add": "C5", "norm": "C3", "adamw": "C2",
+          "weights": "C0",
           "gradients": "C1"}
 
 
 @contextlib.contextmanager
 def note(device, spans, name):
-    """In place of Device.span: spans[name, stream, n] = events of the n-th time in a step, also in a graph's replay."""
+    """In place of Device.span: spans[name, stream, n] = events of the n-th time in a step, also in
+    a graph's replay."""
     if name == "forward 0":
         spans.clear()
-    stream, events = device.stream, (cp.cuda.Event(), cp.cuda.Event())
+    stream = device.stream
+    events = (cp.cuda.Event(), cp.cuda.Event())
     flag = driver.CUevent_record_flags(stream.is_capturing())  # 1: each replay records the event
     check(driver.cuEventRecordWithFlags(events[0].ptr, stream.ptr, flag))
     yield
@@ -47,14 +52,20 @@ def note(device, spans, name):
 
 
 def time_spans(trainer, spans, steps):
-    """Return {(name, stream, n): (begin, end)}: medians in ms since the step's first forward pass began."""
-    settings, rng, found = trainer.settings, np.random.default_rng(0), {}
+    """Return {(name, stream, n): (begin, end)}: medians in ms since the step's first forward pass
+    began."""
+    settings = trainer.settings
+    rng = np.random.default_rng(0)
+    found = {}
     for step in range(3 + steps):
-        batches = rng.integers(0, trainer.config.V, (settings.own_micro_steps, 2, settings.B, settings.T), np.int32)
+        batches = rng.integers(0, trainer.config.V,
+                               (settings.own_micro_steps, 2, settings.B, settings.T), np.int32)
         trainer.end_step(trainer.begin_step(batches, 0.0))
         first, _ = spans["forward 0", "main", 0]
         for span, events in spans.items() if step >= 3 else ():
-            found.setdefault(span, []).append([cp.cuda.get_elapsed_time(first, event) for event in events])
+            found.setdefault(span,
+                             []).append([cp.cuda.get_elapsed_time(first, event)
+                                         for event in events])
     return {span: tuple(map(statistics.median, zip(*times))) for span, times in found.items()}
 
 
@@ -63,19 +74,25 @@ def describe(kind, numbers, ms, length):
     if kind in ("weights", "gradients"):
         layers = [number for number in numbers if number]
         plural = f"s {layers[0]} to" if layers[1:] and layers[0] != layers[-1] else ""
-        return f"{kind}\n" + ", ".join([f"layer{plural} {layers[-1]}"] * bool(layers) + ["rest"] * (None in numbers))
+        return f"{kind}\n" + ", ".join([f"layer{plural} {layers[-1]}"] * bool(layers) + ["rest"]
+                                       * (None in numbers))
     return {"adamw": "AdamW"}.get(kind, kind) + f"\n{ms:.1f} ms" * (ms > 0.02 * length)
 
 
 def draw(spans, machine):
-    length, busy, waits = max(end for _, end in spans.values()), 0.0, []
-    for begin, end in sorted(times for (_, stream, _), times in spans.items() if stream == "main") + [(length, length)]:
+    length = max(end for _, end in spans.values())
+    busy = 0.0
+    waits = []
+    for begin, end in sorted(times for (_, stream, _), times in spans.items()
+                             if stream == "main") + [(length, length)]:
         if begin - busy > 0.002 * length:  # more than between two launches
             waits.append((busy, begin))
         busy = max(busy, end)
-    title, alone = f"A step of {length:.1f} ms", all(stream == "main" for _, stream, _ in spans)
+    title = f"A step of {length:.1f} ms"
+    alone = all(stream == "main" for _, stream, _ in spans)
     if not alone:
-        title = f"A GPU waits for transfers {sum(end - begin for begin, end in waits):.1f} ms in a{title[1:]}"
+        title = (f"A GPU waits for transfers {sum(end - begin for begin, end in waits):.1f} ms in"
+                 f" a{title[1:]}")
     for axes in light_and_dark(PICTURE, (8, 2.4 if alone else 3.7)):
         axes.set(xlim=(0, length or 1), ylim=(1 if alone else -1.3, 3.2), yticks=[])
         axes.set_xlabel("ms since the step began")
@@ -83,16 +100,20 @@ def draw(spans, machine):
         head(axes, title, machine)
         for stream, (y, text) in list(ROWS.items())[: 1 if alone else 2]:
             axes.text(0, y + 0.47, text, fontsize=10, va="bottom")
-            row, parts = sorted((times, name.split()) for (name, of, _), times in spans.items() if of == stream), []
+            row = sorted((times, name.split()) for (name, of, _), times in spans.items()
+                         if of == stream)
+            parts = []
             for kind, group in itertools.groupby(row, lambda span: span[1][0]):
                 times, names = zip(*group)
                 for begin, end in times:
                     axes.barh(y, end - begin, left=begin, color=COLORS[kind], linewidth=0.5,
                               edgecolor=axes.get_facecolor())
-                begin, end, ms = times[0][0], max(end for _, end in times), sum(end - begin for begin, end in times)
+                begin, end, ms = times[0][0], max(end
+                                                  for _, end in times), sum(end - begin for begin, end in times)
                 text = describe(kind, [(*name, None)[1] for name in names], ms, length)
                 if len(times) == 1 and ms > 0.1 * length:
-                    axes.text((begin + end) / 2, y, text, color=axes.get_facecolor(), ha="center", va="center")
+                    axes.text((begin + end) / 2, y, text, color=axes.get_facecolor(), ha="center",
+                              va="center")
                 else:
                     parts.append((begin, end, text, COLORS[kind]))
             label_parts(axes, parts, y + (0.5 if stream == "main" else -0.5), stream == "main")
@@ -113,8 +134,8 @@ def work(settings, ranks):
     spans = time_spans(trainer, noted, STEPS)
     trainer.close()
     if ranks.is_first:
-        machine = (f"{describe_gpu(gpu, ranks.size)}; {settings.model} in {settings.dtype}, B={settings.B} on each GPU,"
-                   f" T={settings.T}; {datetime.date.today()}")
+        machine = (f"{describe_gpu(gpu, ranks.size)}; {settings.model} in {settings.dtype},"
+                   f" B={settings.B} on each GPU, T={settings.T}; {datetime.date.today()}")
         print(f"{machine}\n{'':<22} {'begin':>9} {'end':>9} {'ms':>9}")
         for (name, *_), (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
             print(f"{name:<22} {begin:>9.3f} {end:>9.3f} {end - begin:>9.3f}")
@@ -123,4 +144,5 @@ def work(settings, ranks):
 
 
 if __name__ == "__main__":
-    run_main(lambda: on_ranks(cuda.CudaSettings, "Draw when the parts of a training step run.", work))
+    run_main(lambda: on_ranks(cuda.CudaSettings, "Draw when the parts of a training step run.",
+                              work))

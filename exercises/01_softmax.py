@@ -1,4 +1,5 @@
-"""Softmax, stable. One idea: exp of a large number overflows, but subtracting a row's maximum changes nothing."""
+"""Softmax, stable. One idea: exp of a large number overflows, but subtracting a row's maximum
+changes nothing."""
 
 import math  # noqa: F401
 

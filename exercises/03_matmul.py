@@ -1,5 +1,5 @@
-"""A linear layer's backward pass. One idea: each operand's gradient is dout times the other operand, summed over what
-the two have in common."""
+"""A linear layer's backward pass. One idea: each operand's gradient is dout times the other
+operand, summed over what the two have in common."""
 
 import math  # noqa: F401
 

@@ -1,5 +1,5 @@
-"""Attention's backward pass. One idea: walk the forward pass from its last line to its first; the softmax gives
-dpreatt = att * (datt - the sum of att * datt over a row)."""
+"""Attention's backward pass. One idea: walk the forward pass from its last line to its first; the
+softmax gives dpreatt = att * (datt - the sum of att * datt over a row)."""
 
 import math  # noqa: F401
 

@@ -1,5 +1,5 @@
-"""The whole backward pass. One idea: the layers' backward functions in reverse order; where the forward pass adds, the
-gradients go both ways."""
+"""The whole backward pass. One idea: the layers' backward functions in reverse order; where the
+forward pass adds, the gradients go both ways."""
 
 from llmc.tensors import layer, views  # noqa: F401
 from train_gpt2 import (attention_backward, crossentropy_softmax_backward, encoder_backward,  # noqa: F401

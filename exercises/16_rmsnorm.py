@@ -1,4 +1,5 @@
-"""RMSNorm: layer normalization without the mean and the bias. One idea: what is left of the gradient's two corrections?
+"""RMSNorm: layer normalization without the mean and the bias. One idea: what is left of the
+gradient's two corrections?
 """
 
 import math  # noqa: F401

@@ -6,8 +6,9 @@ import numpy as np  # noqa: F401
 
 
 def rope_forward(qkv, cos, sin, B, T, heads, HS):
-    """Rotate, in place, the first `heads` heads (queries and keys) of qkv (B,T,Q+2K): each pair of neighbours (a, b) at
-    position t by its angle, to (a cos - b sin, a sin + b cos). cos, sin (T,HS/2).
+    """Rotate, in place, the first `heads` heads (queries and keys) of qkv (B,T,Q+2K): each pair of
+    neighbours (a, b) at position t by its angle, to (a cos - b sin, a sin + b cos). cos, sin
+    (T,HS/2).
 
     RoFormer, Su et al. 2021, https://arxiv.org/abs/2104.09864
     """

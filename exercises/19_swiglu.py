@@ -1,4 +1,5 @@
-"""SwiGLU. One idea: a product of two halves has two gradients, and one of them goes through SiLU."""
+"""SwiGLU. One idea: a product of two halves has two gradients, and one of them goes through
+SiLU."""
 
 import math  # noqa: F401
 
@@ -14,5 +15,6 @@ def swiglu_forward(out, inp, N, F):
 
 
 def swiglu_backward(dinp, inp, dout, N, F):
-    """dinp (N,2F) =: dup = dout * gate * s, dgate = dout * up * s * (1 + gate * (1 - s)), s = sigmoid(gate)."""
+    """dinp (N,2F) =: dup = dout * gate * s, dgate = dout * up * s * (1 + gate * (1 - s)), s =
+    sigmoid(gate)."""
     raise NotImplementedError  # about 5 lines

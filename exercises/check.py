@@ -5,8 +5,9 @@ Write a layer yourself; the project's own tests check it, in the place of the pa
     python exercises/check.py 2            # what is wrong first with exercises/02_layernorm.py
     python exercises/check.py --train      # trains a small model on your layers, three minutes, with a sample
 
-README.md beside this file has hints. The solutions are train_gpt2.py, of the kernels, 11 to 15, dev/kernels/*.cu, and
-from 16 on train_llama3.py. Kernels are checked and timed where there is a GPU, and compiled elsewhere.
+README.md beside this file has hints. The solutions are train_gpt2.py, of the kernels, 11 to 15,
+dev/kernels/*.cu, and from 16 on train_llama3.py. Kernels are checked and timed where there is a
+GPU, and compiled elsewhere.
 """
 
 import argparse
@@ -64,14 +65,17 @@ TESTS = {  # exercise -> the tests that its functions must pass
     4: [f"{LAYERS}gelu", f"{LAYERS}what_is_huge_or_impossible_stays_finite"],
     5: [f"{LAYERS}softmax_and_cross_entropy", f"{LAYERS}what_is_huge_or_impossible_stays_finite"],
     6: [f"{LAYERS}encoder"],
-    7: [f"{LAYERS}attention", f"{LAYERS}what_is_huge_or_impossible_stays_finite"], 8: [f"{LAYERS}attention"],
+    7: [f"{LAYERS}attention", f"{LAYERS}what_is_huge_or_impossible_stays_finite"],
+    8: [f"{LAYERS}attention"],
     9: [f"{LAYERS}adamw_and_norm_follow_the_formulas"],
     10: ["tests/test_parity.py::test_small_models_agree_with_pytorch",
          f"{LAYERS}gradients_of_accumulated_batches_are_their_mean"],
-    16: [f"{LLAMA}rmsnorm"], 17: [f"{LLAMA}rope"], 18: [f"{LLAMA}attention_of_groups"], 19: [f"{LLAMA}swiglu"],
+    16: [f"{LLAMA}rmsnorm"], 17: [f"{LLAMA}rope"], 18: [f"{LLAMA}attention_of_groups"],
+    19: [f"{LLAMA}swiglu"],
 }  # fmt: skip
 KERNELS = {  # exercise -> a layer of dev/kernels, and which of its rungs
-    11: ("layernorm_forward", ["thread_a_row", "warp_a_row"]), 12: ("bias_backward", ["fixed_order"]),
+    11: ("layernorm_forward", ["thread_a_row", "warp_a_row"]),
+    12: ("bias_backward", ["fixed_order"]),
     13: ("softmax", ["online"]), 14: ("matmul_forward", ["shared_tiles", "tensor_cores"]),
     15: ("attention_forward", ["online"])}  # fmt: skip
 ALL = sorted([*TESTS, *KERNELS])
@@ -81,26 +85,34 @@ GPT2_124M = 1024, 50257, *train_gpt2.SIZES["d12"], 50304
 
 
 class Watch:
-    """A plugin of pytest, and a check_tensor for all modules, that keep what was wrong first, and count what passed."""
+    """A plugin of pytest, and a check_tensor for all modules, that keep what was wrong first, and
+    count what passed."""
 
     def __init__(self, if_unwritten):
         """if_unwritten: what to say of a tensor that is NaN everywhere."""
-        self.if_unwritten, self.tensor, self.error, self.passed, self.others = if_unwritten, None, None, 0, set()
-        for module in list(sys.modules.values()):  # also tests that an earlier exercise has imported
+        self.if_unwritten = if_unwritten
+        self.tensor = None
+        self.error = None
+        self.passed = 0
+        self.others = set()
+        # also tests that an earlier exercise has imported
+        for module in list(sys.modules.values()):
             if hasattr(module, "check_tensor"):
                 module.check_tensor = self.check_tensor
 
     def check_tensor(self, name, got, expected, tolerance, *more, **options):
         okay = compare(name, got, expected, tolerance, *more, **options)
         if not okay and self.tensor is None:
-            got, expected = np.asarray(got), np.asarray(expected)
+            got = np.asarray(got)
+            expected = np.asarray(expected)
             self.tensor = f"{name} has the shape {got.shape}, expected {expected.shape}"
             if np.isnan(got).all():
                 self.tensor = f"{name} is NaN everywhere: {self.if_unwritten.format(name)}"
             elif got.shape == expected.shape:
                 excess = np.abs(np.subtract(got, expected, dtype=np.float64)) - tolerance
                 at = np.unravel_index(np.argmax(excess), got.shape)  # argmax finds a NaN first
-                self.tensor = f"{name}[{', '.join(map(str, at))}] is {got[at]:.6g}, expected {expected[at]:.6g}"
+                self.tensor = (f"{name}[{', '.join(map(str, at))}] is {got[at]:.6g}, expected"
+                               f" {expected[at]:.6g}")
         return okay
 
     def pytest_runtest_logreport(self, report):
@@ -130,7 +142,8 @@ def owner_of(path, name):
 def functions_of(path):
     """{name: (owner, function)} of an exercise. Raises UserError for a file that cannot be run,
     lacks one of its functions, has it from elsewhere, or changes what others need."""
-    file, before = os.path.basename(path), [dict(vars(module)) for module in WATCHED]
+    file = os.path.basename(path)
+    before = [dict(vars(module)) for module in WATCHED]
     module = types.ModuleType(file.removesuffix(".py"))
     module.__file__ = path
     try:
@@ -183,11 +196,12 @@ def disable_the_page_s(path):
 
 
 def wrong(number, directory):
-    """Run an exercise's tests on its functions, in a process of their own, which they may end; returns what is wrong
-    first, a line, or None."""
+    """Run an exercise's tests on its functions, in a process of their own, which they may end;
+    returns what is wrong first, a line, or None."""
     name = os.path.basename(path_of(number, directory))
     reader, writer = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=lambda: writer.send(wrong_here(number, directory)))
+    process = multiprocessing.get_context("fork").Process
+    child = process(target=lambda: writer.send(wrong_here(number, directory)))
     child.start()
     writer.close()
     try:
@@ -203,8 +217,10 @@ def wrong(number, directory):
 
 def wrong_here(number, directory):
     """The same in this process, which then cannot check another."""
-    path, output = path_of(number, directory), io.StringIO()
-    name, before = os.path.basename(path), [dict(vars(module)) for module in WATCHED]
+    path = path_of(number, directory)
+    output = io.StringIO()
+    name = os.path.basename(path)
+    before = [dict(vars(module)) for module in WATCHED]
     watch = Watch("is it written, by {0}[...] = x, not {0} = x, and set before you add to it?")
     disable_the_page_s(path)
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
@@ -220,7 +236,8 @@ def wrong_here(number, directory):
     if status == 0 and watch.passed and not watch.others:
         return None
     if not watch.error:
-        what = f"{min(watch.others)} did not pass, but was skipped" if watch.others else "its tests did not run"
+        what = (f"{min(watch.others)} did not pass, but was skipped" if watch.others
+                else "its tests did not run")
         return f"{name}: {what}" + (f": {output.getvalue().strip()[-300:]}" if status else "")
     test, error = watch.error
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
@@ -232,12 +249,14 @@ def wrong_here(number, directory):
 
 
 def judge_kernels(number, directory):
-    """Compile an exercise's kernels and, on a GPU, check and time those that are written; returns (whether they are
-    wrong, what to say, a line)."""
+    """Compile an exercise's kernels and, on a GPU, check and time those that are written; returns
+    (whether they are wrong, what to say, a line)."""
     sys.path.append(os.path.join(ROOT, "dev", "kernels"))
     import lab
-    path, (of, rungs) = path_of(number, directory), KERNELS[number]
-    name, constants = os.path.basename(path), model_constants(train_gpt2.Config(*GPT2_124M), Precision("bfloat16"))
+    path = path_of(number, directory)
+    of, rungs = KERNELS[number]
+    name = os.path.basename(path)
+    constants = model_constants(train_gpt2.Config(*GPT2_124M), Precision("bfloat16"))
     with open(path, "rb") as f:
         text = f.read().decode(errors="replace")
     if "\ufffd" in text:
@@ -256,12 +275,14 @@ def judge_kernels(number, directory):
 
 
 def run_kernels(lab, of, rungs, path):
-    """On a GPU, check and time a file's kernels; returns (whether one is wrong, what to say). Raises UserError if one
-    is missing, or the GPU refuses it."""
+    """On a GPU, check and time a file's kernels; returns (whether one is wrong, what to say).
+    Raises UserError if one is missing, or the GPU refuses it."""
     import attention_layers  # noqa: F401  (these classes are the layers)
     import layers  # noqa: F401
     import matmul_layers  # noqa: F401
-    layer, mine, output = lab.with_mine(lab.LAYERS[of], path), [f"my_{rung}" for rung in rungs], io.StringIO()
+    layer = lab.with_mine(lab.LAYERS[of], path)
+    mine = [f"my_{rung}" for rung in rungs]
+    output = io.StringIO()
     for rung in rungs:
         if f"my_{rung}" not in layer.rungs:
             raise UserError(f"{path}: the kernel {of}_{rung} is missing")
@@ -270,13 +291,15 @@ def run_kernels(lab, of, rungs, path):
     except UserError:
         return False, "compiles; whether it is right needs a GPU"
     precision = lab.precision_of(layer, "float32" if gpu.arch == "sm_75" else "bfloat16")
-    watch, config = Watch("is it written?"), train_gpt2.Config(*GPT2_124M)
+    watch = Watch("is it written?")
+    config = train_gpt2.Config(*GPT2_124M)
     open_lab = functools.cache(functools.partial(lab.Lab, gpu, mine=path))
     with contextlib.redirect_stdout(output):
         right = lab.check_at_all_sizes(layer, open_lab, config, precision.dtype, mine)
     if not right:
         return True, f"{watch.tensor}, in {output.getvalue().partition(':')[0]}"
-    bench, at_size = open_lab(config, precision), layer(config, precision, gpu, 32, 1024)
+    bench = open_lab(config, precision)
+    at_size = layer(config, precision, gpu, 32, 1024)
     live = [rung.name for rung, _ in at_size.runs() if not rung.name.startswith("my_")][-1]
     with bench.streams():
         times, _ = lab.time_layer(at_size, bench, [*mine, live])
@@ -288,12 +311,14 @@ def run_kernels(lab, of, rungs, path):
 
 def train(arguments, directory):
     """Train on all exercises' functions that pass, and on the page's for the others."""
-    passing = [path_of(number, directory) for number in TESTS if number <= 10 and not wrong(number, directory)]
+    passing = [path_of(number, directory) for number in TESTS if number <= 10
+               and not wrong(number, directory)]
     print("on your layers:", *map(os.path.basename, passing) if passing else ["none yet"])
     os.chdir(ROOT)
     if not os.path.exists("data/pyprose_train.bin"):
         subprocess.run([sys.executable, "prepro/pystdlib.py", "--prose"], check=True)
-    sys.argv[1:] = ["-e", "d4", "-i", "data/pyprose", "-b", "16", "-t", "64", "-x", "600", "-s", "600",
+    sys.argv[1:] = ["-e", "d4", "-i", "data/pyprose", "-b", "16", "-t", "64", "-x", "600", "-s",
+                    "600",
                     "--print_every", "20", *arguments]
     with contextlib.ExitStack() as stack:
         for path in passing:  # the last one imports the others' functions from the page
@@ -303,13 +328,18 @@ def train(arguments, directory):
 
 def main():
     parser = argparse.ArgumentParser(description="Check exercises with the project's own tests.")
-    parser.add_argument("numbers", nargs="*", type=int, metavar="N", help="of exercises (default: all)")
-    parser.add_argument("--directory", default=HERE, help="where your files are (default: exercises/)")
-    parser.add_argument("--train", nargs=argparse.REMAINDER, help="train on your layers, with train_gpt2.py's flags")
+    parser.add_argument("numbers", nargs="*", type=int, metavar="N",
+                        help="of exercises (default: all)")
+    parser.add_argument("--directory", default=HERE,
+                        help="where your files are (default: exercises/)")
+    parser.add_argument("--train", nargs=argparse.REMAINDER,
+                        help="train on your layers, with train_gpt2.py's flags")
     args = parser.parse_args()
     if MISSING:
-        raise UserError(f"the tests need the Python package {MISSING}: pip install -r requirements.txt pytest")
-    directory, red = os.path.abspath(args.directory), 0
+        raise UserError(f"the tests need the Python package {MISSING}: pip install -r"
+                        " requirements.txt pytest")
+    directory = os.path.abspath(args.directory)
+    red = 0
     if not os.path.isdir(directory):
         raise UserError(f"--directory {args.directory}: no such directory")
     if args.train is not None:
@@ -323,7 +353,8 @@ def main():
                 is_wrong = bool(line)
                 line = line or f"{os.path.basename(path_of(number, directory))}: passes"
         except (UserError, OSError) as error:  # of a file that is missing, or cannot be read
-            is_wrong, line = True, str(error)
+            is_wrong = True
+            line = str(error)
         print(line, flush=True)
         red += is_wrong
     return int(red > 0)

@@ -1,4 +1,5 @@
-"""A model from Python, on the CPU or a GPU: its loss, text from it, a training step. doc/python.md shows how.
+"""A model from Python, on the CPU or a GPU: its loss, text from it, a training step. doc/python.md
+shows how.
 
     from llmc.api import load
     model = load("runs/mine")  # on a GPU: load("runs/mine", gpu=True)
@@ -31,7 +32,8 @@ def pages():
 
 
 def architecture_of(model):
-    """The page's class for a name of random weights, a .bin file (by its magic number) or a run's directory."""
+    """The page's class for a name of random weights, a .bin file (by its magic number) or a run's
+    directory."""
     all_pages = pages()
     for page in all_pages:
         if model in page.SIZES:
@@ -41,12 +43,14 @@ def architecture_of(model):
     path = model_file(model, "last") if os.path.isdir(model) else model_file(model)
     with open_input(path, export_hint(path)) as f:
         magic = int.from_bytes(f.read(4), "little")
-    return next((page for page in all_pages if page.MAGIC == magic), all_pages[0])  # which refuses another kind of file
+    # which refuses another kind of file
+    return next((page for page in all_pages if page.MAGIC == magic), all_pages[0])
 
 
 def on_gpu(architecture):
     """The class of the page for GPUs."""
-    return getattr(importlib.import_module(f"{architecture.__module__}_cuda"), architecture.__name__)
+    return getattr(importlib.import_module(f"{architecture.__module__}_cuda"),
+                   architecture.__name__)
 
 
 def load_model(path, checkpoint=""):
@@ -59,8 +63,9 @@ def load_model(path, checkpoint=""):
 
 
 def load_with_vocabulary(path, tokenizer="", checkpoint="", is_needed=True):
-    """As load_model, and the Vocabulary, or None: of a file, or of those beside the model. Rows without a token are
-    padding. is_needed: a vocabulary that cannot be read raises UserError; else it is a warning, and None."""
+    """As load_model, and the Vocabulary, or None: of a file, or of those beside the model. Rows
+    without a token are padding. is_needed: a vocabulary that cannot be read raises UserError; else
+    it is a warning, and None."""
     architecture, config, params = load_model(path, checkpoint)
     try:
         vocabulary = load_vocabulary(path, config.V, tokenizer)
@@ -89,7 +94,8 @@ def check_numbers(whence, **values):
         ("top_p", Real, lambda x: 0 < x <= 1, "more than 0, and at most 1"),
         ("seed", Integral, lambda x: 1 <= x < 2**64, "1 to 2^64 - 1"),
         ("learning_rate", Real, lambda x: 0 <= x < math.inf, "0 or more, and finite")):
-        if (value := values.get(name)) is not None and not (isinstance(value, kind) and is_right(value)):
+        if ((value := values.get(name)) is not None
+                and not (isinstance(value, kind) and is_right(value))):
             raise UserError(f"{whence}{name} {value!r}: expected {expected}")
 
 
@@ -110,11 +116,13 @@ class Model:
                             f" {', '.join(self.OPTIONS)}")
         found = load_with_vocabulary(path, tokenizer, str(checkpoint))
         architecture, self.config, params, self.tokenizer = found
-        self.steps, self.batch, self.has_gradients = 0, None, False  # updates so far; what backward and update read
+        # updates so far; what backward and update read
+        self.steps, self.batch, self.has_gradients = 0, None, False
         self.open(architecture, params, options)
 
     def loss(self, text):
-        """The mean loss of a text or ids, in nats a token: of all but the first. A long text is cut into contexts."""
+        """The mean loss of a text or ids, in nats a token: of all but the first. A long text is cut
+        into contexts."""
         ids = self.ids(text)
         if len(ids) < 2:
             raise UserError(f"a text of {len(ids)} tokens: a loss needs at least 2")
@@ -125,30 +133,37 @@ class Model:
         return float(total / (len(ids) - 1))
 
     def generate(self, prompt="", tokens=100, temperature=1.0, top_k=0, top_p=1.0, seed=1337):
-        """Continue a prompt, or begin a text, by at most `tokens` tokens, up to the end of the text. A text gives a
-        text, ids give ids, the prompt included."""
-        check_numbers("", tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        eot, shown, vocabulary = end_of_text(self.tokenizer, self.config.V), self.ids(prompt).tolist(), self.tokenizer
-        start, stops = np.array([shown or [eot]], np.int32), vocabulary.stops if vocabulary else {eot}
+        """Continue a prompt, or begin a text, by at most `tokens` tokens, up to the end of the
+        text. A text gives a text, ids give ids, the prompt included."""
+        check_numbers("", tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+                      seed=seed)
+        eot = end_of_text(self.tokenizer, self.config.V)
+        shown = self.ids(prompt).tolist()
+        vocabulary = self.tokenizer
+        start = np.array([shown or [eot]], np.int32)
+        stops = vocabulary.stops if vocabulary else {eot}
         for (id,), _ in self.draw(start, tokens, [Random(seed)], Choice(temperature, top_k, top_p)):
             if id in stops:
                 break
             shown.append(int(id))
         is_text = isinstance(prompt, str) and vocabulary
-        return vocabulary.decode([id for id in shown if id not in vocabulary.special]) if is_text else shown
+        return (vocabulary.decode([id for id in shown if id not in vocabulary.special]) if is_text
+                else shown)
 
     def ids(self, text):
         """The ids (n,) int32 of a text, or the ids given."""
         if isinstance(text, str):
             if text and not self.tokenizer:
-                raise UserError("the model has no vocabulary: pass ids, or load it with tokenizer=FILE")
+                raise UserError("the model has no vocabulary: pass ids, or load it with"
+                                " tokenizer=FILE")
             text = self.tokenizer.encode(text) if text else []
         if len(text):
             self.check([text], [text])
         return np.array(text, np.int32)
 
     def losses(self, inputs, targets):
-        """The losses (B, T) of the targets. Here and below, inputs and targets are integer ids (B, T)."""
+        """The losses (B, T) of the targets. Here and below, inputs and targets are integer ids (B,
+        T)."""
         self.batch = None
         self.make_room(*self.check(inputs, targets))
         return self.model.losses(np.asarray(inputs), np.asarray(targets))
@@ -164,25 +179,30 @@ class Model:
         if self.batch is None:
             raise UserError("backward: expected a call of forward right before it")
         self.compute_gradients()
-        self.batch, self.has_gradients = None, True
+        self.batch = None
+        self.has_gradients = True
 
     def update(self, learning_rate):
         """One step of AdamW."""
         if not self.has_gradients:
             raise UserError("update: expected a call of backward before it")
         check_numbers("update: ", learning_rate=learning_rate)
-        self.steps, self.has_gradients = self.steps + 1, False
+        self.steps = self.steps + 1
+        self.has_gradients = False
         self.adamw(learning_rate)
 
     def check(self, inputs, targets):
         """The shape (B, T) of a batch; raises UserError unless it consists of valid ids."""
-        shape, inputs, targets = np.shape(inputs), np.asarray(inputs), np.asarray(targets)
+        shape = np.shape(inputs)
+        inputs = np.asarray(inputs)
+        targets = np.asarray(targets)
         for ids in (inputs, targets):
             if len(shape) != 2 or ids.shape != shape or not ids.size or ids.dtype.kind not in "iu":
-                raise UserError(f"inputs of shape {shape}, targets of shape {targets.shape}, {ids.dtype}: expected"
-                                " integers (B, T)")
+                raise UserError(f"inputs of shape {shape}, targets of shape {targets.shape},"
+                                f" {ids.dtype}: expected integers (B, T)")
             if not 0 <= ids.min() <= ids.max() < self.config.V:
-                raise UserError(f"ids from {ids.min()} to {ids.max()}: expected 0 to {self.config.V - 1}")
+                raise UserError(f"ids from {ids.min()} to {ids.max()}: expected 0 to"
+                                f" {self.config.V - 1}")
         return shape
 
     def save(self, path):
@@ -197,15 +217,19 @@ class Model:
         write_model(path, self.config, params, version)
 
     def open(self, architecture, params, options):
-        self.settings, self.T = architecture.Settings(**options), self.config.maxT
+        self.settings = architecture.Settings(**options)
+        self.T = self.config.maxT
         self.settings.check()
-        self.model, self.room, self.room_to_train = architecture(self.config, params), (0, 0), (0, 0)
+        self.model = architecture(self.config, params)
+        self.room = (0, 0)
+        self.room_to_train = (0, 0)
 
     def draw(self, *arguments):
         return draw(self.model.Decoder(self.config, self.model.params, 1, self.T), *arguments)
 
     def make_room(self, B, T):
-        """Activations grow with the batches. Raises UserError for sequences that are longer than the model's."""
+        """Activations grow with the batches. Raises UserError for sequences that are longer than
+        the model's."""
         if T > self.T:
             raise UserError(f"sequences of {T} tokens: the model sees at most {self.T}")
         if B > self.room[0] or T > self.room[1]:
@@ -219,28 +243,33 @@ class Model:
         self.model.backward()
 
     def adamw(self, learning_rate):
-        model, (_, scale) = self.model, self.model.norm_and_scale(self.settings)
-        model.optimizer.update(model.params, model.grads, self.settings, learning_rate, self.steps, scale)
+        model = self.model
+        _, scale = self.model.norm_and_scale(self.settings)
+        model.optimizer.update(model.params, model.grads, self.settings, learning_rate, self.steps,
+                               scale)
 
     def on_host(self):
         return self.model.params, 3
 
 
 class GpuModel(Model):
-    """A model on the GPU. Memory for batches of B sequences of T tokens is allocated at the start; a training step
-    needs a full batch. dtype: "bfloat16", "fp8" or "float32"."""
+    """A model on the GPU. Memory for batches of B sequences of T tokens is allocated at the start;
+    a training step needs a full batch. dtype: "bfloat16", "fp8" or "float32"."""
 
     OPTIONS = *Model.OPTIONS, "B", "T", "dtype"
 
     def open(self, architecture, params, options):
         from llmc.gpu.device import open_gpu
         from llmc.gpu.trainer import open_trainer
-        architecture, gpu = on_gpu(architecture), open_gpu()
-        settings = architecture.Settings(**{"T": min(1024, self.config.maxT), "graph": 0, **options})
+        architecture = on_gpu(architecture)
+        gpu = open_gpu()
+        settings = architecture.Settings(**{"T": min(1024, self.config.maxT), "graph": 0,
+                                            **options})
         settings.check()
         if settings.T > self.config.maxT:
             raise UserError(f"T={settings.T}: the model sees at most {self.config.maxT} tokens")
-        self.settings, self.T = architecture.resolve_auto(settings, gpu.arch), settings.T
+        self.settings = architecture.resolve_auto(settings, gpu.arch)
+        self.T = settings.T
         self.model = open_trainer(architecture, gpu, self.config, params, self.settings)
 
     def draw(self, *arguments):
@@ -248,13 +277,15 @@ class GpuModel(Model):
 
     def make_room(self, B, T):
         if B > self.settings.B or T > self.T:
-            raise UserError(f"a batch of {(B, T)} tokens, room for {(self.settings.B, self.T)}: load the model with a"
-                            " larger B or T")
+            raise UserError(f"a batch of {(B, T)} tokens, room for {(self.settings.B, self.T)}:"
+                            " load the model with a larger B or T")
 
     def compute_gradients(self):
-        found, shape = self.batch[0].shape, (self.settings.B, self.T)
+        found = self.batch[0].shape
+        shape = (self.settings.B, self.T)
         if found != shape:
-            raise UserError(f"a batch of {found} tokens, expected {shape} to train: load the model with another B or T")
+            raise UserError(f"a batch of {found} tokens, expected {shape} to train: load the model"
+                            " with another B or T")
         self.model.compute_gradients(*self.batch)
 
     def adamw(self, learning_rate):

@@ -1,5 +1,6 @@
-"""The files of models and optimizer states, in llm.c's formats (doc/formats.md): a reader and a writer for each. A
-model has version 1 (float32, V rows in the vocabulary's tensors), 3 (float32, Vp rows) or 5 (bfloat16, Vp rows)."""
+"""The files of models and optimizer states, in llm.c's formats (doc/formats.md): a reader and a
+writer for each. A model has version 1 (float32, V rows in the vocabulary's tensors), 3 (float32, Vp
+rows) or 5 (bfloat16, Vp rows)."""
 
 import dataclasses
 import os
@@ -9,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.files import (HEADER_BYTES, OPTIMIZER_MAGIC, check_size, chunks, export_hint, make_header, open_input,
+from llmc.files import (HEADER_BYTES, OPTIMIZER_MAGIC, check_size, chunks, export_hint, make_header,
+                        open_input,
                         read_header, read_into, replacing)
 from llmc.shuffle import Position, read_shuffle, write_shuffle
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32, check_finite, flat, table_elements
@@ -34,7 +36,8 @@ def without_padding(config, params, V):
 
 
 def tensors_in_file(config, params, version):
-    """Yield the tensors of a checkpoint, flat, in its order; of the vocabulary's, the rows that the file has."""
+    """Yield the tensors of a checkpoint, flat, in its order; of the vocabulary's, the rows that the
+    file has."""
     rows = config.Vp if config.PADDED and version != 1 else config.V
     for name, size in config.file_tensors():
         tensor = np.zeros(size, np.float32) if name is None else getattr(params, name)
@@ -42,20 +45,24 @@ def tensors_in_file(config, params, version):
 
 
 def read_model(path, architecture, hint=None):
-    """(config, params) of a file: float32, Vp rows, a multiple of 128. Raises UserError for damage, NaN, infinity."""
+    """(config, params) of a file: float32, Vp rows, a multiple of 128. Raises UserError for damage,
+    NaN, infinity."""
     hint = hint or export_hint(path)
     with open_input(path, hint) as f:
         header = read_header(f, architecture.MAGIC, hint, architecture.Config.HEADER_BYTES)
-        version, stored = int(header[1]), architecture.Config.from_header(header)
+        version = int(header[1])
+        stored = architecture.Config.from_header(header)
         if version not in (1, 3, 5):
-            raise UserError(f"{path}: model version {version}, expected 1, 3 or 5 (2 and 4 are mixed layouts that"
-                            f" llm.c used for three days in May 2024); {hint}")
+            raise UserError(f"{path}: model version {version}, expected 1, 3 or 5 (2 and 4 are"
+                            f" mixed layouts that llm.c used for three days in May 2024); {hint}")
         for field in dataclasses.fields(stored):
             if field.default is dataclasses.MISSING and (value := getattr(stored, field.name)) < 1:
-                raise UserError(f"{path}: header field {field.name} is {value}, expected at least 1; {hint}")
+                raise UserError(f"{path}: header field {field.name} is {value}, expected at least"
+                                f" 1; {hint}")
         if wrong := stored.fault():
             raise UserError(f"{path}: {wrong}; {hint}")
-        size = stored.HEADER_BYTES + sum(size for _, size in stored.file_tensors()) * (2 if version == 5 else 4)
+        size = (stored.HEADER_BYTES + sum(size for _, size in stored.file_tensors())
+                * (2 if version == 5 else 4))
         check_size(f, size, f"version {version}, {stored.describe()}", hint)
         config = dataclasses.replace(stored, Vp=padded(stored.Vp))
         params = allocate(architecture.parameter_table(config))
@@ -71,7 +78,8 @@ def read_model(path, architecture, hint=None):
 
 
 def write_model(path, config, params, version=3):
-    """Write a model checkpoint: version 1, 3 (float32) or 5 (bfloat16, rounded to nearest even). Returns its CRC-32."""
+    """Write a model checkpoint: version 1, 3 (float32) or 5 (bfloat16, rounded to nearest even).
+    Returns its CRC-32."""
     header = config.to_header(version)
     crc = zlib.crc32(header)
     with replacing(path) as f:
@@ -100,16 +108,19 @@ class SeveralRanks(UserError):
 
 @dataclasses.dataclass
 class Owned:
-    """The optimizer state of a run on one device, on the host: flat float32 arrays in the order of the table."""
+    """The optimizer state of a run on one device, on the host: flat float32 arrays in the order of
+    the table."""
 
     table: dict
     state: dict  # name, as in the optimizer's STATE -> array
-    exact: np.ndarray | None = None  # float32 weights, if the model's are rounded; or room to read them
+    # float32 weights, if the model's are rounded; or room to read them
+    exact: np.ndarray | None = None
 
     rank, ranks = 0, 1  # llmc/gpu/saver.py has the share of one of several
 
     def in_file(self, has_exact):
-        """{name: array} in the order of a state file; None: there is no room for float32 weights."""
+        """{name: array} in the order of a state file; None: there is no room for float32
+        weights."""
         return self.state | ({"float32 weights": self.exact} if has_exact else {})
 
     def check(self, where, hint):
@@ -119,9 +130,12 @@ class Owned:
                 raise UserError(f"{where}: the optimizer's {kind}: NaN or infinite values; {hint}")
 
     def read(self, f, header, hint):
-        """Fill the arrays from an open state file; returns the offset of the data order after them."""
-        size, arrays = table_elements(self.table), self.in_file(header[4]).values()
-        if header[2] > 1 and not is_whole(f, len(arrays) * size):  # llm.c without ZeRO: each rank's file has all
+        """Fill the arrays from an open state file; returns the offset of the data order after
+        them."""
+        size = table_elements(self.table)
+        arrays = self.in_file(header[4]).values()
+        # llm.c without ZeRO: each rank's file has all
+        if header[2] > 1 and not is_whole(f, len(arrays) * size):
             raise SeveralRanks(f"{f.name}: is of {header[2]} ranks: resume on GPUs: python"
                                " train_gpt2_cuda.py")
         end = check_state_size(f, header, len(arrays) * size, size, hint)
@@ -136,14 +150,16 @@ class Owned:
 def owned_by_one(optimizer, exact=None):
     """The Owned of a run on one device. exact: None, or Tensors."""
     tensors = [getattr(optimizer, name) for name in optimizer.STATE]
-    return Owned(tensors[0].table, dict(zip(optimizer.STATE, map(flat, tensors))), exact and flat(exact))
+    return Owned(tensors[0].table, dict(zip(optimizer.STATE, map(flat, tensors))), exact
+                 and flat(exact))
 
 
 def write_optimizer_state(path, owned, progress):
     """Write a rank's share, and where the run stands."""
-    (shard, sample, shuffle), ranks = progress.position, owned.ranks
-    header = make_header(OPTIMIZER_MAGIC, 1 if ranks == 1 else 2, ranks, owned.rank, int(owned.exact is not None),
-                         int(shuffle is not None))
+    shard, sample, shuffle = progress.position
+    ranks = owned.ranks
+    header = make_header(OPTIMIZER_MAGIC, 1 if ranks == 1 else 2, ranks, owned.rank,
+                         int(owned.exact is not None), int(shuffle is not None))
     header[10] = progress.step
     header[U64] = np.array([progress.rng_state, shard, sample], "<u8").view("<i4")
     header[40:43] = progress.batch
@@ -162,8 +178,9 @@ def write_optimizer_state(path, owned, progress):
 
 
 def read_optimizer_state(path, owned, hint="train again"):
-    """Fill `owned` from a state; `path` is rank 0's file. Returns (Progress, whether the files have float32 weights;
-    without them, owned.exact is not filled). Raises UserError for a missing or damaged file, or another model's."""
+    """Fill `owned` from a state; `path` is rank 0's file. Returns (Progress, whether the files have
+    float32 weights; without them, owned.exact is not filled). Raises UserError for a missing or
+    damaged file, or another model's."""
     with open_input(path, hint) as f:
         header = read_state_header(f, hint)
         end = owned.read(f, header, hint)
@@ -173,9 +190,11 @@ def read_optimizer_state(path, owned, hint="train again"):
     rng_state, shard, sample = header[U64].view("<u8").tolist()
     crc = int(header[44:45].view("<u4")[0]) if header[43] == 1 else None
     position = Position(shard, sample, shuffle)
-    if header[2] > 1 and not header[40]:  # llm.c's ranks shuffle each in an order of its own: not to be continued
+    # llm.c's ranks shuffle each in an order of its own: not to be continued
+    if header[2] > 1 and not header[40]:
         position = None if shuffle else position._replace(sample=position.sample * int(header[2]))
-    return Progress(int(header[10]), rng_state, position, tuple(header[40:43].tolist()), crc), has_exact
+    return Progress(int(header[10]), rng_state, position, tuple(header[40:43].tolist()),
+                    crc), has_exact
 
 
 def read_state_header(f, hint):
@@ -185,9 +204,9 @@ def read_state_header(f, hint):
     expected = 2 if ranks > 1 and header[40] else 1
     flags = {master, shuffled, int(header[CRC][0])}
     if version != expected or not 0 <= rank < ranks or not flags <= {0, 1} or header[10] < 0:
-        raise UserError(f"{f.name}: version {version}, rank {rank} of {ranks}, master weights {master}, shuffled"
-                        f" {shuffled}, step {header[10]}; expected version 1, of several ranks of"
-                        f" this project's 2; {hint}")
+        raise UserError(f"{f.name}: version {version}, rank {rank} of {ranks}, master weights"
+                        f" {master}, shuffled {shuffled}, step {header[10]}; expected version 1,"
+                        f" of several ranks of this project's 2; {hint}")
     return header
 
 
@@ -207,12 +226,14 @@ def check_crc(f, header, hint):
 
 
 def is_whole(f, elements):
-    """Whether a state file has so many elements, those of all ranks, whatever the number of ranks."""
+    """Whether a state file has so many elements, those of all ranks, whatever the number of
+    ranks."""
     return os.fstat(f.fileno()).st_size >= HEADER_BYTES + 4 * elements
 
 
 def check_state_size(f, header, elements, parameters, hint):
-    """Check the size of a state file, and return the offset after its elements, where the data order begins."""
+    """Check the size of a state file, and return the offset after its elements, where the data
+    order begins."""
     end = HEADER_BYTES + 4 * elements
     if not header[5] or not is_whole(f, elements):
         check_size(f, end, f"the optimizer of a model with {parameters} parameters", hint)
@@ -220,5 +241,6 @@ def check_state_size(f, header, elements, parameters, hint):
 
 
 def rank_path(path, rank):
-    """state_00000500_00000.bin -> the path of another rank's file. rank may also be a pattern for the five digits."""
+    """state_00000500_00000.bin -> the path of another rank's file. rank may also be a pattern for
+    the five digits."""
     return f"{path[:-9]}{rank:0>5}.bin"

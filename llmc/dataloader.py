@@ -1,6 +1,7 @@
-"""Token files, and the loader of batches. A token file is raw int32 (llm.c of April 2024) or, as its magic tells, a
-header with [2] the count (64 bits; llm.c reads the lower half) and [4] the bytes of text (64 bits, ours), then uint16
-(llm.c of today) or uint32 (its Llama), or, as its ids tell, raw uint16 (nanoGPT)."""
+"""Token files, and the loader of batches. A token file is raw int32 (llm.c of April 2024) or, as
+its magic tells, a header with [2] the count (64 bits; llm.c reads the lower half) and [4] the bytes
+of text (64 bits, ours), then uint16 (llm.c of today) or uint32 (its Llama), or, as its ids tell,
+raw uint16 (nanoGPT)."""
 
 import filecmp
 import glob
@@ -12,12 +13,14 @@ import sys
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.files import (FILE_CHUNK, HEADER_BYTES, KINDS, TOKENS32_MAGIC, TOKENS_MAGIC, check_size, make_header,
+from llmc.files import (FILE_CHUNK, HEADER_BYTES, KINDS, TOKENS32_MAGIC, TOKENS_MAGIC, check_size,
+                        make_header,
                         open_input, read_header, read_into, replacing)
 from llmc.shuffle import SEED, first_position, samples_from
 
 SAMPLE_BYTES = 1 << 22  # the start of a file without a header, which tells of what type it is
-HEADERS = {"uint16": (TOKENS_MAGIC, 1, np.dtype("<u2")), "uint32": (TOKENS32_MAGIC, 7, np.dtype("<u4"))}
+HEADERS = {"uint16": (TOKENS_MAGIC, 1, np.dtype("<u2")),
+           "uint32": (TOKENS32_MAGIC, 7, np.dtype("<u4"))}
 
 
 def tokens_hint(path):
@@ -26,13 +29,16 @@ def tokens_hint(path):
         return "make it with: python prepro_tinyshakespeare.py"
     prefix = re.fullmatch(r"(.*)_(train|val)\.bin", path)
     if prefix and os.path.isfile(prefix[1]):
-        return f"to train on {prefix[1]}: python prepro_text.py {prefix[1]} --output data/mine, then -i data/mine"
-    return f"make it of your text with: python prepro_text.py FILE --output {prefix[1] if prefix else 'PREFIX'}"
+        return (f"to train on {prefix[1]}: python prepro_text.py {prefix[1]} --output data/mine,"
+                " then -i data/mine")
+    return ("make it of your text with: python prepro_text.py FILE --output"
+            f" {prefix[1] if prefix else 'PREFIX'}")
 
 
 def write_tokens(path, arrays, count, format="int32", text_bytes=0):
-    """Write the `count` tokens of an iterable of integer arrays, as 'int32', 'uint16' or 'uint32'. text_bytes: how many
-    bytes of text all but the first stand for, if one knows; raw int32 has no place for it."""
+    """Write the `count` tokens of an iterable of integer arrays, as 'int32', 'uint16' or 'uint32'.
+    text_bytes: how many bytes of text all but the first stand for, if one knows; raw int32 has no
+    place for it."""
     magic, version, dtype = HEADERS.get(format, (None, None, "<i4"))
     with replacing(path) as f:
         if magic:
@@ -44,15 +50,18 @@ def write_tokens(path, arrays, count, format="int32", text_bytes=0):
 
 
 class TokenFile:
-    """A file's tokens: dtype, offset in bytes, size, their number, and text_bytes, see write_tokens.
-    Raises UserError for an impossible size or fewer than `least` tokens (`why` ends the message). Ids
-    are checked when they are read."""
+    """A file's tokens: dtype, offset in bytes, size, their number, and text_bytes, see
+    write_tokens. Raises UserError for an impossible size or fewer than `least` tokens (`why` ends
+    the message). Ids are checked when they are read."""
 
     def __init__(self, path, V, least=1, why=""):
-        self.path, self.V, self.hint = path, V, (hint := tokens_hint(str(path)))
+        self.path = path
+        self.V = V
+        self.hint = (hint := tokens_hint(str(path)))
         self.text_bytes = 0
         with open_input(path, hint) as f:
-            size, found = os.fstat(f.fileno()).st_size, int.from_bytes(f.read(4), "little")
+            size = os.fstat(f.fileno()).st_size
+            found = int.from_bytes(f.read(4), "little")
             if found in KINDS:
                 f.seek(0)
                 format = "uint32" if found == TOKENS32_MAGIC else "uint16"
@@ -61,12 +70,15 @@ class TokenFile:
                 self.offset = HEADER_BYTES
                 self.size, self.text_bytes = header[2:6].view("<u8").tolist()
                 if header[1] != version:
-                    raise UserError(f"{path}: token file version {header[1]}, expected {version}; {hint}")
-                check_size(f, self.offset + self.dtype.itemsize * self.size, f"{self.size} {format} tokens", hint)
+                    raise UserError(f"{path}: token file version {header[1]}, expected {version};"
+                                    f" {hint}")
+                check_size(f, self.offset + self.dtype.itemsize * self.size,
+                           f"{self.size} {format} tokens", hint)
             else:
                 f.seek(0)
                 is_uint16 = size % 2 == 0 and is_raw_uint16(f.read(SAMPLE_BYTES), size, V)
-                self.dtype, self.offset = np.dtype("<u2" if is_uint16 else "<i4"), 0
+                self.dtype = np.dtype("<u2" if is_uint16 else "<i4")
+                self.offset = 0
                 self.size = size // self.dtype.itemsize
                 if size % self.dtype.itemsize:
                     raise UserError(f"{path}: {size} bytes, expected a whole number of int32"
@@ -78,7 +90,8 @@ class TokenFile:
             raise UserError(f"{path}: {self.size} tokens, expected at least {least}{why}")
 
     def read(self, f, start, count):
-        """Read tokens start .. start + count - 1 from the open file; raises UserError for an id outside 0 .. V - 1."""
+        """Read tokens start .. start + count - 1 from the open file; raises UserError for an id
+        outside 0 .. V - 1."""
         tokens = np.empty(count, self.dtype)
         f.seek(self.offset + start * self.dtype.itemsize)
         read_into(f, tokens)
@@ -109,10 +122,11 @@ def is_raw_uint16(start, size, V):
 
 
 def check_ids(path, tokens, V):
-    low, high = int(tokens.min()), int(tokens.max())
+    low = int(tokens.min())
+    high = int(tokens.max())
     if low < 0 or high >= V:
-        raise UserError(f"{path}: token id {low if low < 0 else high}, expected 0 to {V - 1}: the file was made for"
-                        " another vocabulary than the model's")
+        raise UserError(f"{path}: token id {low if low < 0 else high}, expected 0 to {V - 1}: the"
+                        " file was made for another vocabulary than the model's")
 
 
 def open_tokens(path, V, least=1, why=""):
@@ -162,12 +176,14 @@ def validation_name(train):
 
 
 def data_paths(settings):
-    """[training shards, validation shards] that -i and -j name; with -v 0, none of the second. Raises UserError when a
-    pattern matches nothing, or when -j is needed and cannot be made from -i."""
+    """[training shards, validation shards] that -i and -j name; with -v 0, none of the second.
+    Raises UserError when a pattern matches nothing, or when -j is needed and cannot be made from
+    -i."""
     train = settings.data if names_shards(settings.data) else f"{settings.data}_train.bin"
     val = settings.val_data or validation_name(train)
     if settings.val_every and val == train and not settings.val_data:
-        raise UserError(f"-i {train}: has no 'train' in it to replace by 'val' for the validation files: pass -j FILES")
+        raise UserError(f"-i {train}: has no 'train' in it to replace by 'val' for the validation"
+                        " files: pass -j FILES")
     paths = []
     for flag, pattern, needed in (("-i", train, True), ("-j", val, settings.val_every)):
         paths.append(find_files(pattern) if needed else [])
@@ -177,47 +193,66 @@ def data_paths(settings):
 
 
 def open_data(settings, V, rank=0, ranks=1):
-    """The loaders of training data, whose batches the ranks share, and of validation data: None with -v 0."""
+    """The loaders of training data, whose batches the ranks share, and of validation data: None
+    with -v 0."""
     train_paths, val_paths = data_paths(settings)
     shuffle = len(train_paths) > 1 if settings.shuffle == -1 else bool(settings.shuffle)
-    return (DataLoader(train_paths, V, settings.B, settings.T, shuffle, settings.spread, rank, ranks, settings.seed,
-                       single=bool(settings.overfit_single_batch)),
+    return (DataLoader(train_paths, V, settings.B, settings.T, shuffle, settings.spread, rank,
+                       ranks, settings.seed, single=bool(settings.overfit_single_batch)),
             DataLoader(val_paths, V, settings.B, settings.T, least=settings.T + 1,
-                       why=" for one sequence (T+1); take a smaller -t, or more text") if val_paths else None)
+                       why=" for one sequence (T+1); take a smaller -t, or more text") if val_paths
+            else None)
 
 
 class DataLoader:
-    """Reads (B, T) batches from one or more token files, in order or shuffled, and starts over at their end.
+    """Reads (B, T) batches from one or more token files, in order or shuffled, and starts over at
+    their end.
 
-    A batch is a sample as in shuffle.py: its rows are consecutive, and the targets are the inputs shifted by one token.
-    With `spread`, row b of sample i is instead row i of the b-th of B equal parts of the shard. Rank `rank` of `ranks`
-    reads every ranks-th sample; with `single`, always the first. position: after the last batch of all ranks.
-    whole_batches: of whole_set. num_batches: of B*T tokens, as llm.c counts. batches_per_epoch: with all targets."""
+    A batch is a sample as in shuffle.py: its rows are consecutive, and the targets are the inputs
+    shifted by one token. With `spread`, row b of sample i is instead row i of the b-th of B equal
+    parts of the shard. Rank `rank` of `ranks` reads every ranks-th sample; with `single`, always
+    the first. position: after the last batch of all ranks. whole_batches: of whole_set.
+    num_batches: of B*T tokens, as llm.c counts. batches_per_epoch: with all targets."""
 
-    def __init__(self, paths, V, B, T, shuffle=False, spread=False, rank=0, ranks=1, seed=SEED, least=None,
+    def __init__(self, paths, V, B, T, shuffle=False, spread=False, rank=0, ranks=1, seed=SEED,
+                 least=None,
                  single=False, why=" for one batch (B*T+1); take a smaller -b or -t, or more text"):
-        self.B, self.T, self.spread, self.rank, self.ranks, self.single = B, T, spread, rank, ranks, single
+        self.B = B
+        self.T = T
+        self.spread = spread
+        self.rank = rank
+        self.ranks = ranks
+        self.single = single
         self.shards = [TokenFile(path, V, least or B * T + 1, why) for path in paths]
-        self.counts = [(shard.size - 1) // (B * T) for shard in self.shards]  # samples with all their targets
+        # samples with all their targets
+        self.counts = [(shard.size - 1) // (B * T) for shard in self.shards]
         self.num_batches = max(1, sum(shard.size // (B * T) for shard in self.shards))
         self.batches_per_epoch = sum(self.counts)
-        self.whole_batches = sum(-(-((shard.size - 1) // T) // B) for shard in self.shards)  # rounded up
-        self.shards[0].check(1 << 27)  # another vocabulary's file should end the run now, not hours later
+        # rounded up
+        self.whole_batches = sum(-(-((shard.size - 1) // T) // B) for shard in self.shards)
+        # another vocabulary's file should end the run now, not hours later
+        self.shards[0].check(1 << 27)
         self.seek(first_position(self.counts, shuffle, seed))
 
     def seek(self, position, found_in="the checkpoint"):
-        """Continue at a position; raises UserError, which names `found_in`, if these files do not have it."""
-        shards, shuffle, count = len(self.shards), position.shuffle, -1
+        """Continue at a position; raises UserError, which names `found_in`, if these files do not
+        have it."""
+        shards = len(self.shards)
+        shuffle = position.shuffle
+        count = -1
         if position.shard < shards and (shuffle is None or len(shuffle.shards) == shards):
             count = self.counts[position.number()]
         if position.sample > count or shuffle is not None and len(shuffle.samples) != count:
             shuffled = "" if shuffle is None else f", shuffled, of {len(shuffle.shards)}"
-            raise UserError(f"{found_in}: is at batch {position.sample} of data shard {position.shard}{shuffled}, which"
-                            " these token files do not have: resume with the -i, -b and -t of the first run")
-        self.position, self.ahead = position, []  # ahead: (batch, position after it), read but not used yet
+            raise UserError(f"{found_in}: is at batch {position.sample} of data shard"
+                            f" {position.shard}{shuffled}, which these token files do not have:"
+                            " resume with the -i, -b and -t of the first run")
+        self.position = position
+        self.ahead = []  # ahead: (batch, position after it), read but not used yet
 
     def next_batch(self):
-        """Return inputs and targets (B, T), int32. A file's end with fewer than B*T targets is skipped, as in llm.c."""
+        """Return inputs and targets (B, T), int32. A file's end with fewer than B*T targets is
+        skipped, as in llm.c."""
         self.read_ahead(1)
         batch, self.position = self.ahead.pop(0)
         return batch
@@ -226,26 +261,34 @@ class DataLoader:
         """Read the next `count` batches now, so that next_batch cannot fail."""
         while len(self.ahead) < count:
             begin = self.ahead[-1][1] if self.ahead else self.position
-            samples = list(itertools.islice(samples_from(begin, self.counts), self.ranks))  # one for each rank
-            (_, number, index), position = samples[self.rank], samples[-1][0]
+            # one for each rank
+            samples = list(itertools.islice(samples_from(begin, self.counts), self.ranks))
+            _, number, index = samples[self.rank]
+            position = samples[-1][0]
             if self.single:
-                (_, number, index), position = samples[0], begin
-            rows = (range(index, self.B * self.counts[number], self.counts[number]) if self.spread else
+                _, number, index = samples[0]
+                position = begin
+            rows = (range(index, self.B * self.counts[number], self.counts[number]) if self.spread
+                    else
                     range(index * self.B, (index + 1) * self.B))
             self.ahead.append((self.read(number, rows), position))
 
     def whole_set(self):
-        """Yield batches that cover each file once. The ends of the files come last, each a smaller batch of whole rows.
-        (If one lacks only the last target of a full batch, llm.c reads the first batch again.)"""
+        """Yield batches that cover each file once. The ends of the files come last, each a smaller
+        batch of whole rows. (If one lacks only the last target of a full batch, llm.c reads the
+        first batch again.)"""
         for number, count in enumerate(self.counts):
-            yield from (self.read(number, range(i * self.B, (i + 1) * self.B)) for i in range(count))
+            yield from (self.read(number, range(i * self.B, (i + 1) * self.B))
+                        for i in range(count))
         for number, (shard, count) in enumerate(zip(self.shards, self.counts)):
             if rows := range(count * self.B, (shard.size - 1) // self.T):
                 yield self.read(number, rows)
 
     def read(self, number, rows):
-        """Return inputs and targets (rows, T), int32, of rows of shard `number`; row i is T+1 tokens from i*T on."""
-        shard, T = self.shards[number], self.T
+        """Return inputs and targets (rows, T), int32, of rows of shard `number`; row i is T+1
+        tokens from i*T on."""
+        shard = self.shards[number]
+        T = self.T
         with open_input(shard.path, shard.hint) as f:
             tokens = np.stack([shard.read(f, row * T, T + 1) for row in rows]).astype(np.int32)
             return tokens[:, :-1], tokens[:, 1:]

@@ -1,4 +1,5 @@
-"""Errors and interruptions: an error that a user can cause is one line on stderr and an exit status, no traceback."""
+"""Errors and interruptions: an error that a user can cause is one line on stderr and an exit
+status, no traceback."""
 
 import argparse
 import contextlib
@@ -16,15 +17,19 @@ class Parser(argparse.ArgumentParser):
     """Says in one line what is wrong with a command line."""
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}; --help lists all flags, and a glob needs quotes\n")
+        self.exit(2,
+                  f"{self.prog}: error: {message}; --help lists all flags, and a glob needs"
+                  " quotes\n")
 
 
 class UserError(Exception):
-    """An error that the user can fix. The message is one line: what, found, expected, and the command that fixes it."""
+    """An error that the user can fix. The message is one line: what, found, expected, and the
+    command that fixes it."""
 
 
 def import_package(module, user):
-    """Import and return a module that not every run needs; raises UserError that names its package and the `user`."""
+    """Import and return a module that not every run needs; raises UserError that names its package
+    and the `user`."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -33,10 +38,13 @@ def import_package(module, user):
 
 
 def run_main(main):
-    """Run `main()` and exit with the status that it returns, 1 for an error that a user can cause, 130 for Ctrl-C."""
+    """Run `main()` and exit with the status that it returns, 1 for an error that a user can cause,
+    130 for Ctrl-C."""
     # a stream is None if it is closed, by `>&-` say
-    sys.stdin, sys.stdout, sys.stderr = (f or open(os.devnull, "r+") for f in (sys.stdin, sys.stdout, sys.stderr))
-    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # a file name may not be printable
+    sys.stdin, sys.stdout, sys.stderr = (f or open(os.devnull, "r+")
+                                         for f in (sys.stdin, sys.stdout, sys.stderr))
+    # a file name may not be printable
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     try:
         try:
             status = main()
@@ -73,30 +81,39 @@ def discard_stdout():
 
 
 class Interrupted(Exception):
-    """Raised after a signal, its argument, between the batches of a validation or the tokens of a sample."""
+    """Raised after a signal, its argument, between the batches of a validation or the tokens of a
+    sample."""
 
 
 class Interruption:
-    """Remembers Ctrl-C, SIGTERM and SIGHUP, of any rank, so that a run saves first. A second Ctrl-C stops at once."""
+    """Remembers Ctrl-C, SIGTERM and SIGHUP, of any rank, so that a run saves first. A second Ctrl-C
+    stops at once."""
 
     def __init__(self, ranks):
-        self.ranks, self.received = ranks, None
+        self.ranks = ranks
+        self.received = None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup ignores
+            # which nohup ignores
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.remember)
 
     def remember(self, number, frame=None):
-        passed_on = number == signal.SIGTERM and self.ranks.size > 1  # as torchrun does after a second Ctrl-C
-        if self.received and number == signal.SIGINT or self.received == signal.SIGINT and passed_on:
+        # as torchrun does after a second Ctrl-C
+        passed_on = number == signal.SIGTERM and self.ranks.size > 1
+        if (self.received and number == signal.SIGINT or self.received == signal.SIGINT
+                and passed_on):
             raise KeyboardInterrupt
-        is_new, self.received = self.received is None, self.received or number
+        is_new = self.received is None
+        self.received = self.received or number
         if is_new and self.ranks.is_first:
             with contextlib.suppress(OSError):  # the terminal is closed
-                os.write(2, b"\nfinishing this step; Ctrl-C once more to stop at once\n")  # print is not reentrant
+                # print is not reentrant
+                os.write(2, b"\nfinishing this step; Ctrl-C once more to stop at once\n")
 
     @contextlib.contextmanager
     def output(self):
-        """Context manager for printing. The terminal may be closed, or Ctrl-C have ended `| tee`: save all the same."""
+        """Context manager for printing. The terminal may be closed, or Ctrl-C have ended `| tee`:
+        save all the same."""
         try:
             yield
         except OSError as error:

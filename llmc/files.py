@@ -1,5 +1,5 @@
-"""What all file formats share: a header of 256 little-endian int32, size checks before anything is allocated, and
-writes to a temporary file that is renamed when complete."""
+"""What all file formats share: a header of 256 little-endian int32, size checks before anything is
+allocated, and writes to a temporary file that is renamed when complete."""
 
 import contextlib
 import os
@@ -11,11 +11,14 @@ import numpy as np
 from llmc.errors import UserError
 
 MODEL_MAGIC, LLAMA_MAGIC, STATE_MAGIC, TOKENIZER_MAGIC = 20240326, 20240803, 20240327, 20240328
-TOKENS_MAGIC, TOKENS32_MAGIC, EXAMPLES_MAGIC, OPTIMIZER_MAGIC = 20240520, 20240801, 20240522, 20240527
+TOKENS_MAGIC, TOKENS32_MAGIC, EXAMPLES_MAGIC, OPTIMIZER_MAGIC = (20240520, 20240801, 20240522,
+                                                                 20240527)
 SPEEDRUN_MAGIC = 20261128  # ours
 KINDS = {
-    MODEL_MAGIC: "GPT-2 checkpoint of train_gpt2.py", LLAMA_MAGIC: "Llama 3 checkpoint of train_llama3.py",
-    STATE_MAGIC: "debug state", TOKENIZER_MAGIC: "tokenizer", TOKENS_MAGIC: "token file", TOKENS32_MAGIC: "token file",
+    MODEL_MAGIC: "GPT-2 checkpoint of train_gpt2.py",
+    LLAMA_MAGIC: "Llama 3 checkpoint of train_llama3.py",
+    STATE_MAGIC: "debug state", TOKENIZER_MAGIC: "tokenizer", TOKENS_MAGIC: "token file",
+    TOKENS32_MAGIC: "token file",
     EXAMPLES_MAGIC: "file of evaluation examples", OPTIMIZER_MAGIC: "checkpoint's optimizer state",
     SPEEDRUN_MAGIC: "checkpoint of train_speedrun.py"}
 HEADER_BYTES = 1024
@@ -25,17 +28,22 @@ HELLASWAG = "data/hellaswag_val.bin"
 
 
 def export_hint(path):
-    """The hint for a missing or damaged file of export_weights.py: the command that makes a file of this name."""
-    label = re.match(r"(?:gpt2|llama3|speedrun)_(124M|355M|774M|1558M|[dls]\d+)[_.]", os.path.basename(path))
+    """The hint for a missing or damaged file of export_weights.py: the command that makes a file of
+    this name."""
+    label = re.match(r"(?:gpt2|llama3|speedrun)_(124M|355M|774M|1558M|[dls]\d+)[_.]",
+                     os.path.basename(path))
     names = {"124M": "gpt2", "355M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}
     if os.fspath(path).endswith("_debug_state.bin") and not label:
         return f"{EXPORT} --model MODEL --input TOKENS_val.bin"
-    return (f"{EXPORT} --model {names.get(label[1], label[1])}".removesuffix(" --model gpt2") if label else
-            "expected the directory of a run, or a .bin file (make one with: python export_weights.py)")
+    return (f"{EXPORT} --model {names.get(label[1], label[1])}".removesuffix(" --model gpt2")
+            if label else
+            "expected the directory of a run, or a .bin file (make one with: python"
+            " export_weights.py)")
 
 
 def open_input(path, hint):
-    """Open a file for reading. Raises UserError, whose message ends in `hint`: how to get such a file."""
+    """Open a file for reading. Raises UserError, whose message ends in `hint`: how to get such a
+    file."""
     try:
         return open(path, "rb")
     except FileNotFoundError:
@@ -50,7 +58,8 @@ def errors_of_writing(path, verb="written"):
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # not from the disk: the errors of the package requests are OSErrors too
+        # not from the disk: the errors of the package requests are OSErrors too
+        if error.errno is None:
             raise
         raise UserError(f"{path}: cannot be {verb} ({error.strerror})") from None
 
@@ -78,9 +87,10 @@ def all_or_none():
 
 @contextlib.contextmanager
 def replacing(path):
-    """Context manager: yields a temporary file, which replaces `path` once it is complete and on the disk. Raises
-    UserError when it cannot be written; the old file at `path` is then untouched. A link is
-    followed. A pipe or a character device, such as /dev/null, is written to, and stays one."""
+    """Context manager: yields a temporary file, which replaces `path` once it is complete and on
+    the disk. Raises UserError when it cannot be written; the old file at `path` is then untouched.
+    A link is followed. A pipe or a character device, such as /dev/null, is written to, and stays
+    one."""
     mode = os.stat(path).st_mode if os.path.exists(path) else stat.S_IFREG
     if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
         with errors_of_writing(path), open(path, "wb") as f:
@@ -107,8 +117,8 @@ def replacing(path):
 
 @contextlib.contextmanager
 def locked(directory, flag="-o"):
-    """Context manager: makes a directory (None: does nothing) and locks it. Raises UserError, which names `flag`, if
-    another run has the lock. The system releases it however the process ends."""
+    """Context manager: makes a directory (None: does nothing) and locks it. Raises UserError, which
+    names `flag`, if another run has the lock. The system releases it however the process ends."""
     if not directory:
         yield
         return
@@ -118,7 +128,8 @@ def locked(directory, flag="-o"):
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"{directory}: another run writes there: choose another {flag}, or stop it first") from None
+        raise UserError(f"{directory}: another run writes there: choose another {flag}, or stop it"
+                        " first") from None
     except OSError:
         pass  # a file system without locks
     try:
@@ -140,20 +151,24 @@ def make_header(magic, version, *fields):
 
 def read_header(f, magic, hint, size=HEADER_BYTES):
     """Read the header of `size` bytes, int32; raises UserError if the file is of another kind."""
-    data, kind = f.read(size), KINDS[magic]
+    data = f.read(size)
+    kind = KINDS[magic]
     if len(data) < size:
-        raise UserError(f"{f.name}: {len(data)} bytes, expected a {kind} with a {size}-byte header; {hint}")
+        raise UserError(f"{f.name}: {len(data)} bytes, expected a {kind} with a {size}-byte"
+                        f" header; {hint}")
     header = np.frombuffer(data, "<i4")
     if header[0] != magic:
         if {int(header[0]), magic} <= {MODEL_MAGIC, LLAMA_MAGIC, SPEEDRUN_MAGIC}:
             hint = "run the other page"
-        found = f"it is a {KINDS[header[0]]} (magic {header[0]})" if header[0] in KINDS else f"magic {header[0]}"
+        found = (f"it is a {KINDS[header[0]]} (magic {header[0]})" if header[0] in KINDS
+                 else f"magic {header[0]}")
         raise UserError(f"{f.name}: {found}, expected a {kind} (magic {magic}); {hint}")
     return header
 
 
 def check_size(f, expected, what, hint):
-    """Raise UserError unless the open file has `expected` bytes, so that nothing is allocated for a damaged file."""
+    """Raise UserError unless the open file has `expected` bytes, so that nothing is allocated for a
+    damaged file."""
     found = os.fstat(f.fileno()).st_size
     if found != expected:
         state = "cut short" if found < expected else "too long"
@@ -161,7 +176,8 @@ def check_size(f, expected, what, hint):
 
 
 def read_into(f, array):
-    """Fill a contiguous array from the file; raises UserError if it ends early, although its size was checked."""
+    """Fill a contiguous array from the file; raises UserError if it ends early, although its size
+    was checked."""
     if f.readinto(memoryview(array).cast("B")) != array.nbytes:
         raise UserError(f"{f.name}: ended early: did another program write to it just now?")
 

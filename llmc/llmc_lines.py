@@ -9,10 +9,14 @@ class LlmcLines(Console):
     counts_from, has_bar = 0, False
 
     def header(self, device, peak):
-        config, train, val = self.loop.config, self.loop.train_loader, self.loop.val_loader
+        config = self.loop.config
+        train = self.loop.train_loader
+        val = self.loop.val_loader
         print(f"[{self.loop.architecture.TITLE}]")
-        for name, value in (("max_seq_len", config.maxT), ("vocab_size", config.V), ("num_layers", config.L),
-                            ("num_heads", config.NH), ("channels", config.C), ("num_parameters", self.loop.parameters),
+        for name, value in (("max_seq_len", config.maxT), ("vocab_size", config.V),
+                            ("num_layers", config.L),
+                            ("num_heads", config.NH), ("channels", config.C),
+                            ("num_parameters", self.loop.parameters),
                             ("train dataset num_batches", train.num_batches),
                             ("val dataset num_batches", val.num_batches if val else 0)):
             print(f"{name}: {value}")
@@ -42,7 +46,9 @@ class LlmcCudaLines(LlmcLines):
         "AdamW's v": "AdamW optimizer state v"}
 
     def header(self, device, peak):
-        settings, config, val = self.settings, self.loop.config, self.loop.val_loader
+        settings = self.settings
+        config = self.loop.config
+        val = self.loop.val_loader
         if settings.verbose:
             print_table([list(vars(settings).items())])
         val_batches = min(settings.val_batches, val.whole_batches) if val else 0

@@ -1,4 +1,5 @@
-"""What a run prints: a header, a line per update with the time left, and below them, on a terminal, a progress bar."""
+"""What a run prints: a header, a line per update with the time left, and below them, on a terminal,
+a progress bar."""
 
 import contextlib
 import dataclasses
@@ -9,7 +10,8 @@ from llmc.resume import checkpoint_paths
 
 def print_table(groups):
     """Print groups of (name, value) in a box."""
-    names, width = (max(low, *(len(str(row[i])) for rows in groups for row in rows)) for i, low in ((0, 21), (1, 50)))
+    names, width = (max(low, *(len(str(row[i])) for rows in groups for row in rows))
+                    for i, low in ((0, 21), (1, 50)))
     line = f"+-{'-' * names}-+-{'-' * width}-+"
     for rows in groups:
         print(line)
@@ -29,30 +31,41 @@ def duration(seconds):
 
 
 class Console:
-    """Prints a run's lines, which count updates done (the head of train_gpt2.py shows some). On a GPU whose peak is
-    known, they also show MFU, the model FLOPs utilization. On a terminal, if tqdm is installed, its bar stays below."""
+    """Prints a run's lines, which count updates done (the head of train_gpt2.py shows some). On a
+    GPU whose peak is known, they also show MFU, the model FLOPs utilization. On a terminal, if tqdm
+    is installed, its bar stays below."""
 
-    counts_from, has_bar = 1, True  # the number of a run's first update; whether a terminal shows the bar
+    # the number of a run's first update; whether a terminal shows the bar
+    counts_from, has_bar = 1, True
 
     def __init__(self, loop):
-        self.loop, self.settings = loop, loop.settings
-        self.done, self.seconds, self.skipped = loop.begin, 0.0, 0  # of all updates so far
+        self.loop = loop
+        self.settings = loop.settings
+        self.done = loop.begin
+        self.seconds = 0.0
+        self.skipped = 0  # of all updates so far
         self.peak = self.bar = None
 
     def header(self, device, peak):
-        """device: its name; peak: tokens/s at which matmuls would use all of the device's FLOP/s, or None."""
-        settings, loader, val_loader, self.peak = self.settings, self.loop.train_loader, self.loop.val_loader, peak
+        """device: its name; peak: tokens/s at which matmuls would use all of the device's FLOP/s,
+        or None."""
+        settings = self.settings
+        loader = self.loop.train_loader
+        val_loader = self.loop.val_loader
+        self.peak = peak
         epochs = settings.steps * settings.micro_steps / loader.batches_per_epoch
         validates = min(settings.val_batches, val_loader.whole_batches) if val_loader else 0
-        sizes = [field.name for field in dataclasses.fields(self.loop.config) if field.default is dataclasses.MISSING]
+        sizes = [field.name for field in dataclasses.fields(self.loop.config)
+                 if field.default is dataclasses.MISSING]
         order = *(name for name in sizes if name not in ("maxT", "V", "Vp")), "maxT", "V"
         config = " ".join(f"{name}={getattr(self.loop.config, name)}" for name in order)
         rows = {
             "model": f"{self.loop.model_path}: {config}, {self.loop.parameters:,} parameters",
-            "data": f"{settings.data}: {loader.batches_per_epoch} batches of {settings.B} x {settings.T} tokens,"
-                    f" {validates} to validate",
+            "data": f"{settings.data}: {loader.batches_per_epoch} batches of {settings.B} x"
+                    f" {settings.T} tokens, {validates} to validate",
             "run": f"{settings.steps} steps of {settings.update_tokens} tokens: {epochs:.2f} epochs",
-            "device": device, "output": settings.output or "none; with -o DIR, the model is saved there"}
+            "device": device, "output": settings.output
+            or "none; with -o DIR, the model is saved there"}
         if settings.verbose:
             print_table([vars(settings).items(), rows.items()])
         else:
@@ -65,7 +78,8 @@ class Console:
                 print(f"allocated {-(-size // (1 << 20))} MiB for {what}")
         else:
             size = sum(size for size, _ in plan)
-            print(f"memory    {f'{size / 2**30:.1f} GiB' if size >> 30 else f'{size / 2**20:.0f} MiB'}")
+            print("memory   "
+                  f" {f'{size / 2**30:.1f} GiB' if size >> 30 else f'{size / 2**20:.0f} MiB'}")
 
     def start(self):
         self.began = self.timed_from = time.perf_counter()
@@ -73,16 +87,16 @@ class Console:
             with contextlib.suppress(ImportError):  # training does not need it
                 from tqdm import tqdm
 
-                self.bar = tqdm(total=self.settings.steps, initial=self.loop.begin, file=sys.stdout, leave=False,
-                                miniters=1, dynamic_ncols=True,
+                self.bar = tqdm(total=self.settings.steps, initial=self.loop.begin, file=sys.stdout,
+                                leave=False, miniters=1, dynamic_ncols=True,
                                 bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}{postfix}")
 
     def validation(self, step, loss):
         self.print(f"{self.step_of(step)} | val loss {loss:.4f}")
 
     def overfits(self, step, lowest, at):
-        self.print(f"{self.step_of(step)} | validation was lowest at step {at}, {lowest:.4f}: more steps overfit"
-                   " (--patience stops then, and keeps the best model)")
+        self.print(f"{self.step_of(step)} | validation was lowest at step {at}, {lowest:.4f}: more"
+                   " steps overfit (--patience stops then, and keeps the best model)")
 
     def stops_early(self, step, lowest, at):
         """Print why --patience ends the run at this step, and which checkpoint is the best."""
@@ -97,28 +111,33 @@ class Console:
         self.print(f"{self.step_of(step)} | HellaSwag {correct}/{count} = {correct / count:.4f}")
 
     def training(self, step, update, learning_rate):
-        """Print the line of update number `step`, from 0, an Update. The time left is at the pace so far, validation
-        included, but not the first update, a warm-up."""
-        now, before = time.perf_counter(), step - self.loop.begin  # of this run's updates
+        """Print the line of update number `step`, from 0, an Update. The time left is at the pace
+        so far, validation included, but not the first update, a warm-up."""
+        now = time.perf_counter()
+        before = step - self.loop.begin  # of this run's updates
         if not before:
             self.timed_from = now
-        self.done, self.seconds = step + 1, self.seconds + update.seconds
+        self.done = step + 1
+        self.seconds = self.seconds + update.seconds
         pace = (now - self.timed_from) / before if before else update.seconds
         left = pace * (self.settings.steps - self.done)
         if self.bar:
             self.bar.set_description_str("training", refresh=False)
             self.bar.set_postfix_str(f"{duration(left)} left", refresh=False)
             self.bar.update()
-        if not before or self.done % self.settings.print_every == 0 or self.done == self.settings.steps:
+        if (not before or self.done % self.settings.print_every == 0
+                or self.done == self.settings.steps):
             self.print(self.training_line(step, update, learning_rate, left))
 
     def training_line(self, step, update, learning_rate, left):
-        rate, seconds = self.settings.update_tokens / update.seconds, update.seconds
+        rate = self.settings.update_tokens / update.seconds
+        seconds = update.seconds
         loss_z, norm_z = (f" ({z:+.2f}z)" for z in update.z_scores) if update.z_scores else ("", "")
         words = [self.step_of(self.done), f"train loss {update.loss:.4f}{loss_z}"]
         if update.norm is not None:
             words += [f"norm {update.norm:.2f}{norm_z}", f"lr {learning_rate:.2e}"]
-        words += [f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.2f} ms", f"{rate:.0f} tok/s"]
+        words += [f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.2f} ms",
+                  f"{rate:.0f} tok/s"]
         if self.peak:
             words.append(f"{rate / self.peak:.1%} MFU")
         if self.done < self.settings.steps:
@@ -143,7 +162,8 @@ class Console:
         best = self.loop.lowest[1]
         if where and self.settings.patience and best != self.done:
             where += f", the best one of step {best}"
-        print(f"{steps} steps in {duration(time.perf_counter() - self.began)}, {rate} while training{where}")
+        print(f"{steps} steps in {duration(time.perf_counter() - self.began)}, {rate} while"
+              f" training{where}")
 
     def step_of(self, done):
         total = str(self.settings.steps)

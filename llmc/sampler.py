@@ -29,8 +29,10 @@ class Random:
 
 
 def sample_multinomial(probs, coin):
-    """The first id at which the running sum of probs (V,) exceeds coin; the last id if rounding keeps all below it."""
-    return min(int(np.searchsorted(np.cumsum(probs), np.float32(coin), side="right")), probs.size - 1)
+    """The first id at which the running sum of probs (V,) exceeds coin; the last id if rounding
+    keeps all below it."""
+    return min(int(np.searchsorted(np.cumsum(probs), np.float32(coin), side="right")),
+               probs.size - 1)
 
 
 class Choice(NamedTuple):
@@ -38,10 +40,12 @@ class Choice(NamedTuple):
 
     temperature: float = 1.0  # divides the logits; 0: the likeliest token
     top_k: int = 0  # only among this many of the likeliest tokens (0: all)
-    top_p: float = 1.0  # only among the fewest of the likeliest tokens that together have this probability
+    # only among the fewest of the likeliest tokens that together have this probability
+    top_p: float = 1.0
 
     def draw(self, logits, coin):
-        """Draw an id from logits (V,) float32 with a coin in [0, 1). Equally likely tokens are ordered by id."""
+        """Draw an id from logits (V,) float32 with a coin in [0, 1). Equally likely tokens are
+        ordered by id."""
         with np.errstate(over="ignore"):  # overflow to inf, and to logits of -inf, is right
             temperature = np.float32(self.temperature)
             if temperature == 0.0:
@@ -52,7 +56,8 @@ class Choice(NamedTuple):
         probs *= np.float32(1.0) / np.add.reduce(probs)
         if not self.top_k and self.top_p == 1.0:
             return sample_multinomial(probs, coin)
-        least = np.partition(probs, -self.top_k)[-self.top_k] if 0 < self.top_k < probs.size else 0.0
+        least = (np.partition(probs, -self.top_k)[-self.top_k] if 0 < self.top_k < probs.size
+                 else 0.0)
         ids = np.flatnonzero(~(probs < least))  # a few sort 10 times faster than all
         likeliest = ids[np.argsort(-probs[ids], kind="stable")[: self.top_k or None]]
         sums = np.cumsum(probs[likeliest])
@@ -63,8 +68,8 @@ class Choice(NamedTuple):
 
 
 class Writer:
-    """Prints each id at once, as text or, without a tokenizer, as a number. Control characters are stripped, and marks
-    that change the direction of text."""
+    """Prints each id at once, as text or, without a tokenizer, as a number. Control characters are
+    stripped, and marks that change the direction of text."""
 
     STRIPPED = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -83,10 +88,13 @@ class Writer:
 
 
 def draw(decoder, prompt, count, randoms, choice, want_logprobs=False):
-    """Draw `count` tokens after prompt (1, T) int32, in one sequence for each of `randoms`. Yields, for each position,
-    the ids (B,) int32, and their log-probabilities (B,) or None. decoder: logits(tokens (B, t), position of the first)
-    -> logits (B, V) of the next token. Beyond its T positions, it starts over from the last T/2 tokens."""
-    B, T = len(randoms), prompt.shape[1]
+    """Draw `count` tokens after prompt (1, T) int32, in one sequence for each of `randoms`. Yields,
+    for each position, the ids (B,) int32, and their log-probabilities (B,) or None. decoder:
+    logits(tokens (B, t), position of the first)
+    -> logits (B, V) of the next token. Beyond its T positions, it starts over from the last T/2
+    tokens."""
+    B = len(randoms)
+    T = prompt.shape[1]
     tokens = np.empty((B, T + count), np.int32)
     tokens[:, :T] = prompt
     begin = seen = 0  # where the decoder's context begins; how many tokens it has seen
@@ -114,7 +122,8 @@ def check_diverged(logits):
 
 
 def end_of_text(tokenizer, V):
-    """The id of the end-of-text token; without a tokenizer V - 1, as in GPT-2's vocabulary and ours."""
+    """The id of the end-of-text token; without a tokenizer V - 1, as in GPT-2's vocabulary and
+    ours."""
     return tokenizer.eot if tokenizer else V - 1
 
 

@@ -22,9 +22,11 @@ def is_srun(environ):
 
 
 def launcher_of(environ):
-    """The variables of the launcher that has started several processes, one of LAUNCHERS, or None."""
+    """The variables of the launcher that has started several processes, one of LAUNCHERS, or
+    None."""
     for names in LAUNCHERS:
-        if all(name in environ for name in names) and (names[0] != "SLURM_PROCID" or is_srun(environ)):
+        if (all(name in environ for name in names)
+                and (names[0] != "SLURM_PROCID" or is_srun(environ))):
             return names if environ[names[1]] != "1" else None
     return None
 
@@ -53,18 +55,21 @@ class SingleProcess:
         return [value]
 
     def attempt(self, function):
-        """Call function() on each rank, and return all results, in order. A UserError on one rank is raised on all."""
+        """Call function() on each rank, and return all results, in order. A UserError on one rank
+        is raised on all."""
         return self.gather(function())
 
     def check_alike(self, gpu, settings, config, params, *loaders):
-        """Raise UserError if ranks have different flags, models, data or kinds of GPU, or share a GPU."""
+        """Raise UserError if ranks have different flags, models, data or kinds of GPU, or share a
+        GPU."""
 
     def largest(self, number):
         """Return the largest number of all ranks, with None as 0; None if all are None."""
         return number
 
     def starmap(self, function, items, check):
-        """Yield function(*item) for each item, computed by one of the ranks. All call `check` once for `size` items."""
+        """Yield function(*item) for each item, computed by one of the ranks. All call `check` once
+        for `size` items."""
         for item in items:
             check()
             yield function(*item)

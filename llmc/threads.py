@@ -14,11 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def configure_openblas():
-    """Set two variables that OpenBLAS reads when NumPy loads it, unless the user has. After a matmul, its threads spin
-    for 26 ms, on cores that the next element-wise loops need; 2^12 cycles are enough for a series of matmuls. For a CPU
-    that it does not know (a new AMD), it picks Haswell's kernels: AVX2, half the speed of SkylakeX's, AVX-512."""
+    """Set two variables that OpenBLAS reads when NumPy loads it, unless the user has. After a
+    matmul, its threads spin for 26 ms, on cores that the next element-wise loops need; 2^12 cycles
+    are enough for a series of matmuls. For a CPU that it does not know (a new AMD), it picks
+    Haswell's kernels: AVX2, half the speed of SkylakeX's, AVX-512."""
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "12")
-    if "OPENBLAS_CORETYPE" in os.environ or platform.machine() != "x86_64" or not os.path.exists("/proc/cpuinfo"):
+    if ("OPENBLAS_CORETYPE" in os.environ or platform.machine() != "x86_64"
+            or not os.path.exists("/proc/cpuinfo")):
         return
     with open("/proc/cpuinfo") as f:
         flags = next((line for line in f if line.startswith("flags")), "").split()
@@ -28,18 +30,21 @@ def configure_openblas():
 
 def count_threads():
     """OMP_NUM_THREADS if set (OpenBLAS reads it too), else the cores that this process may use."""
-    number = re.match(r"\s*0*([1-9][0-9]{0,3})(?![0-9])", os.environ.get("OMP_NUM_THREADS", ""))  # like C's atoi
+    # like C's atoi
+    number = re.match(r"\s*0*([1-9][0-9]{0,3})(?![0-9])", os.environ.get("OMP_NUM_THREADS", ""))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return int(number[1]) if number else cores
 
 
 THREADS = count_threads()
 POOL = ThreadPoolExecutor(max(1, THREADS - 1), "llmc")  # starts no thread before the first task
-BLOCK = 128 * 1024  # elements: small enough for the L2 cache, large enough that handing over the GIL is cheap
+# elements: small enough for the L2 cache, large enough that handing over the GIL is cheap
+BLOCK = 128 * 1024
 
 
 def parallel_blocks(work, n, block=BLOCK):
-    """Return [work(start, stop)] of consecutive blocks of range(n), on all threads: NumPy's loops release the GIL."""
+    """Return [work(start, stop)] of consecutive blocks of range(n), on all threads: NumPy's loops
+    release the GIL."""
     starts = iter(range(0, n, block))  # next() on a range iterator is atomic under the GIL
     results = [None] * -(-n // block)
 
@@ -132,7 +137,8 @@ class Others:
         several threads for some seconds."""
         if self.is_said or THREADS == 1 or time.perf_counter() - self.last[0] < 5.0:
             return None
-        busy, cores = self.cores(), count_threads()
+        busy = self.cores()
+        cores = count_threads()
         if busy < 0.5 or busy + THREADS <= cores + 0.5:
             return None
         self.is_said = True

@@ -1,5 +1,6 @@
-"""Vocabularies: text to ids and back, in bytes, characters, GPT-2's tokens or those of a Hugging Face folder. The
-prepro programs open one by its name, programs that use a model that of the files beside it."""
+"""Vocabularies: text to ids and back, in bytes, characters, GPT-2's tokens or those of a Hugging
+Face folder. The prepro programs open one by its name, programs that use a model that of the files
+beside it."""
 
 import functools
 import hashlib
@@ -12,16 +13,18 @@ from pathlib import Path
 import numpy as np
 
 from llmc.errors import UserError, import_package
-from llmc.files import open_input, replacing
+from llmc.files import replacing
+from llmc.hf_tokenizer import EOT, JoinedStream, content_of, has_files, read_backend, read_object
 from llmc.tokenizer import FOLDER_FILES, Tokenizer, find_tokenizer, read_tokenizer, write_tokenizer
 
-EOT = "<|endoftext|>"
 ENDS = EOT, "</s>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]"  # if no file says what ends a text
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's tokens for what has no token
-OLDER_FILES = "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"
-GPT2_SHA256 = "f2da4ff514c07861464f0fa0120eca6a6137f0008fa0c43209b6b796c32fab99"  # of GPT-2's tokens in a row
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # Latin-1's; others are characters from U+0100 on
-LETTERS = dict(zip(map(chr, [*PRINTABLE, *range(256, 324)]), [*PRINTABLE, *sorted({*range(256)} - {*PRINTABLE})]))
+# of GPT-2's tokens in a row
+GPT2_SHA256 = "f2da4ff514c07861464f0fa0120eca6a6137f0008fa0c43209b6b796c32fab99"
+# Latin-1's; others are characters from U+0100 on
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+LETTERS = dict(zip(map(chr, [*PRINTABLE, *range(256, 324)]),
+                   [*PRINTABLE, *sorted({*range(256)} - {*PRINTABLE})]))
 
 
 class Vocabulary(Tokenizer):
@@ -31,22 +34,27 @@ class Vocabulary(Tokenizer):
     is_exact = True  # whether a text is the bytes of its tokens, joined
     stops = property(lambda self: {self.eot})  # the ids that end a text
     special = property(lambda self: {self.eot})  # the ids that are not text
-    is_gpt2 = functools.cached_property(lambda self: hashlib.sha256(b"".join(self.tokens)).hexdigest() == GPT2_SHA256)
-    lengths = functools.cached_property(lambda self: np.array([len(token) for token in self.tokens]))
+    is_gpt2 = functools.cached_property(
+        lambda self: hashlib.sha256(b"".join(self.tokens)).hexdigest() == GPT2_SHA256)
+    lengths = functools.cached_property(lambda self: np.array([len(token)
+                                                               for token in self.tokens]))
 
     def encode(self, text, begin=True):
-        """The ids of a text, a list; begin: after the token that begins one, if there is such a token. Names of special
-        tokens are text, but in a folder's vocabulary. Raises UserError for what it lacks."""
-        raise UserError(f"{self.path}: not GPT-2's vocabulary, no tokenizer.json beside it: pass --prompt_ids")
+        """The ids of a text, a list; begin: after the token that begins one, if there is such a
+        token. Names of special tokens are text, but in a folder's vocabulary. Raises UserError for
+        what it lacks."""
+        raise UserError(f"{self.path}: not GPT-2's vocabulary, no tokenizer.json beside it: pass"
+                        " --prompt_ids")
 
     def measure(self, text):
-        """The ids of a text, how many of its bytes each stands for, and the characters that no token stands for."""
+        """The ids of a text, how many of its bytes each stands for, and the characters that no
+        token stands for."""
         ids = self.encode(text, begin=False)
         return ids, self.lengths[ids].tolist() if ids else [], ""
 
     def decode(self, ids, after=()):
-        """The text of ids, a list, where it follows that of the ids `after`. Bytes that are not UTF-8 become U+FFFD.
-        Raises UserError for a number that is no id."""
+        """The text of ids, a list, where it follows that of the ids `after`. Bytes that are not
+        UTF-8 become U+FFFD. Raises UserError for a number that is no id."""
         self.check(ids)
         return b"".join(self.tokens[id] for id in ids).decode(errors="replace")
 
@@ -59,27 +67,32 @@ class Vocabulary(Tokenizer):
         """Raise UserError if a tokenizer file, where a length is one byte, cannot hold it."""
         id = max(range(len(self.tokens)), key=lambda id: len(self.tokens[id]))
         if len(self.tokens[id]) > 255:
-            raise UserError(f"{self.prefix}tokenizer.json: token {id} has {len(self.tokens[id])} bytes, in a tokenizer"
-                            " file at most 255: make a vocabulary with max_token_length=255")
+            raise UserError(f"{self.prefix}tokenizer.json: token {id} has {len(self.tokens[id])}"
+                            " bytes, in a tokenizer file at most 255: make a vocabulary with"
+                            " max_token_length=255")
 
 
 def valid(text):
-    """A text whose lone surrogates, such as Python has for bytes that are not UTF-8, are U+FFFD, as in tiktoken."""
+    """A text whose lone surrogates, such as Python has for bytes that are not UTF-8, are U+FFFD, as
+    in tiktoken."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class Letters(Vocabulary):
     """Bytes or characters as tokens."""
 
-    ids = functools.cached_property(lambda self: {token: i for i, token in enumerate(self.tokens) if i != self.eot})
+    ids = functools.cached_property(lambda self: {token: i for i, token in enumerate(self.tokens)
+                                                  if i != self.eot})
 
     def encode(self, text, begin=True):
-        text, of = valid(text), {}  # of: a character -> its id, or those of its bytes
+        text = valid(text)
+        of = {}  # of: a character -> its id, or those of its bytes
         for letter in dict.fromkeys(text):
             whole = letter.encode()
             tokens = [whole] if whole in self.ids else [bytes([byte]) for byte in whole]
             if not self.ids.keys() >= {*tokens}:
-                raise UserError(f"the character {letter!r} is not among the {len(self.tokens)} tokens of the model")
+                raise UserError(f"the character {letter!r} is not among the {len(self.tokens)}"
+                                " tokens of the model")
             of[letter] = [self.ids[token] for token in tokens]
         return [id for letter in text for id in of[letter]]
 
@@ -93,7 +106,8 @@ class Gpt2(Vocabulary):
         from tiktoken_ext.openai_public import r50k_pat_str
 
         ranks = {token: id for id, token in enumerate(self.tokens) if id != self.eot}
-        return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={EOT: self.eot})
+        return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks,
+                                 special_tokens={EOT: self.eot})
 
     def encode(self, text, begin=True):
         return self.encoding.encode_ordinary(text)
@@ -102,11 +116,14 @@ class Gpt2(Vocabulary):
 class Folder(Vocabulary):
     """The vocabulary of a Hugging Face folder: its tokenizer.json, or vocab.json and merges.txt."""
 
-    WINDOW, MARGIN = 1 << 18, 1 << 11  # characters of a long text that are encoded at a time, with more on both sides
+    WINDOW = 1 << 18
+    # characters of a long text that are encoded at a time, with more on both sides
+    MARGIN = 1 << 11
 
     def __init__(self, path, eot=None):
-        """path: of a tokenizer.json. eot, which separates documents, is the token that begins a text or, without one,
-        the token that ends it: the argument, if no file names one. Raises UserError for a file that cannot be read."""
+        """path: of a tokenizer.json. eot, which separates documents, is the token that begins a
+        text or, without one, the token that ends it: the argument, if no file names one. Raises
+        UserError for a file that cannot be read."""
         self.prefix = os.fspath(path).removesuffix("tokenizer.json")
         self.backend = read_backend(self.prefix)
         self.added = self.backend.get_added_tokens_decoder()
@@ -115,22 +132,26 @@ class Folder(Vocabulary):
 
         ids = self.backend.get_vocab().values()
         if not 0 <= max(ids, default=-1) < 1 << 22:
-            raise UserError(f"{path}: ids up to {max(ids, default=None)}, expected at least one, and less than 2^22")
+            raise UserError(f"{path}: ids up to {max(ids, default=None)}, expected at least one,"
+                            " and less than 2^22")
 
         self.frame = self.backend.encode("").ids  # what is put before a text, and after it
         mask = [*self.backend.encode("a").special_tokens_mask, 0]
         self.starts = self.frame[: mask.index(0)]
 
         self.ends = self.ends_of_generation()
-        ends = [id for id in (self.named_end(), *self.ends, self.usual_end(), eot) if id is not None]
+        ends = [id for id in (self.named_end(), *self.ends, self.usual_end(), eot)
+                if id is not None]
         if not self.starts + ends:
-            raise UserError(f"{path}: no config.json or tokenizer_config.json beside it says which token ends a text")
+            raise UserError(f"{path}: no config.json or tokenizer_config.json beside it says which"
+                            " token ends a text")
         self.ends = self.ends or ends[:1]
         super().__init__([*map(self.bytes_of, range(1 + max(ids)))], (self.starts + ends)[0],
                          f"{self.prefix}tokenizer.bin")  # which would be beside its files
 
     stops = property(lambda self: {*self.frame, *self.ends})
-    special = property(lambda self: self.stops | {id for id, token in self.added.items() if token.special})
+    special = property(lambda self: self.stops
+                       | {id for id, token in self.added.items() if token.special})
 
     def unknown_id(self):
         """The id that stands for what the vocabulary lacks, or None."""
@@ -140,7 +161,8 @@ class Folder(Vocabulary):
         return ids[-1] if ids and not BYTE.fullmatch(self.token(ids[-1])) else None
 
     def named_end(self):
-        """The id of the token that ends a text, as the files beside tokenizer.json name it, or None."""
+        """The id of the token that ends a text, as the files beside tokenizer.json name it, or
+        None."""
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             if content := content_of(read_object(self.prefix + name).get("eos_token")):
                 return self.backend.token_to_id(content)
@@ -152,14 +174,14 @@ class Folder(Vocabulary):
         return next((id for id in known if id is not None), None)
 
     def ends_of_generation(self):
-        """The ids at which a model stops. A single one that is a word of the text is passed over: many a config.json
-        has GPT2Config's default, 50256."""
+        """The ids at which a model stops. A single one that is a word of the text is passed over:
+        many a config.json has GPT2Config's default, 50256."""
         for name in ("generation_config.json", "config.json"):
             found = read_object(self.prefix + name).get("eos_token_id")
             ids = found if isinstance(found, list) else [] if found is None else [found]
             if not all(type(id) is int and id >= 0 for id in ids):
-                raise UserError(f"{self.prefix}{name}: eos_token_id is {found}, expected a token's id, or"
-                                " a list of them")
+                raise UserError(f"{self.prefix}{name}: eos_token_id is {found}, expected a token's"
+                                " id, or a list of them")
             ids = [id for id in ids if self.token(id) is not None]
             if len(ids) == 1 and ids[0] not in self.added and self.token(ids[0]) not in ENDS:
                 continue
@@ -168,7 +190,8 @@ class Folder(Vocabulary):
         return []
 
     def token(self, id):
-        """An id's token as tokenizer.json spells it, or None. (tokenizers takes no id of more than 32 bits.)"""
+        """An id's token as tokenizer.json spells it, or None. (tokenizers takes no id of more than
+        32 bits.)"""
         return self.backend.id_to_token(id) if id < 1 << 32 else None
 
     def bytes_of(self, id):
@@ -177,7 +200,8 @@ class Folder(Vocabulary):
         if token is None:
             return b"\xef\xbf\xbd"  # U+FFFD: no token has this id
         if self.byte_level:
-            return bytes(LETTERS[letter] for letter in token) if LETTERS.keys() >= set(token) else token.encode()
+            return (bytes(LETTERS[letter] for letter in token) if LETTERS.keys() >= set(token)
+                    else token.encode())
         if byte := BYTE.fullmatch(token):
             return bytes([int(byte[1], 16)])
 
@@ -196,22 +220,25 @@ class Folder(Vocabulary):
         return self.starts + ids if begin else ids
 
     def spans(self, text):
-        """[(start, stop, id)]: where each token of a text stands in it. Windows of a long text, which would take a
-        hundred bytes of memory a character, are joined in the middle of where they overlap, where eight tokens in a row
-        are the same."""
+        """[(start, stop, id)]: where each token of a text stands in it. Windows of a long text,
+        which would take a hundred bytes of memory a character, are joined in the middle of where
+        they overlap, where eight tokens in a row are the same."""
         def spans_of(start, stop):
             found = self.backend.encode(text[start:stop], add_special_tokens=False)
-            return [(start + begin, start + end, id) for (begin, end), id in zip(found.offsets, found.ids)]
+            return [(start + begin, start + end, id)
+                    for (begin, end), id in zip(found.offsets, found.ids)]
 
         if len(text) <= self.WINDOW + 2 * self.MARGIN:
             return spans_of(0, len(text))
-        done, last = [], []  # last: the spans of the last window
+        done = []
+        last = []  # last: the spans of the last window
         for start in range(0, len(text) - 2 * self.MARGIN, self.WINDOW):
             found = spans_of(start, start + self.WINDOW + 2 * self.MARGIN)
             join = 0
             if last:
                 middle = start + self.MARGIN
-                known = {tuple(last[i : i + 8]): i for i in range(len(last) - 8) if last[i][0] >= middle}
+                known = {tuple(last[i : i + 8]): i for i in range(len(last) - 8)
+                         if last[i][0] >= middle}
                 join = next((i for i, span in enumerate(found)
                              if span[0] >= middle and tuple(found[i : i + 8]) in known), None)
                 if join is None:  # they agree nowhere
@@ -231,7 +258,9 @@ class Folder(Vocabulary):
         text = valid(text)
         if self.is_exact:
             return super().measure(text)
-        ids, lengths, lost = [], [], []
+        ids = []
+        lengths = []
+        lost = []
         done = 0
         for start, stop, id in self.spans(text):
             stop = max(stop, done)
@@ -252,127 +281,24 @@ class Folder(Vocabulary):
         return super().stream() if self.byte_level else JoinedStream(self.backend)
 
 
-class JoinedStream:
-    """As ByteStream, for a decoder that joins tokens by a rule of its own: an id's text is what it adds to that of the
-    ids before it."""
-
-    CONTEXT = 4  # ids that say how the next one is joined; also the bytes of a character
-
-    def __init__(self, backend):
-        self.backend, self.ids, self.shown = backend, [], 0  # shown: characters of the ids' text
-
-    def text(self):
-        return self.backend.decode(self.ids, skip_special_tokens=False)
-
-    def add(self, id):
-        self.ids.append(int(id))
-        text = self.text()
-        if text.endswith("\ufffd") and len(self.ids) < 2 * self.CONTEXT:  # perhaps the first bytes of a character
-            return ""
-        new = text[self.shown :]
-        self.ids = self.ids[-self.CONTEXT :]
-        self.shown = len(self.text())
-        return new
-
-    def end(self):
-        return self.text()[self.shown :]
-
-
-def read_backend(prefix):
-    """The tokenizers.Tokenizer of a folder. Raises UserError if no file has one."""
-    tokenizers = import_package("tokenizers", "a vocabulary of Hugging Face")
-    path = f"{prefix}tokenizer.json"
-    is_older = not os.path.lexists(path) and has_words_and_merges(prefix)
-    if is_older:
-        path = f"{prefix}vocab.json"
-
-    try:
-        if is_older:
-            found = byte_level_bpe(tokenizers, prefix)
-        else:
-            with open_input(path, how_to_make(prefix)) as f:
-                found = tokenizers.Tokenizer.from_str(f.read().decode(errors="replace"))
-    except UserError:
-        raise
-    except Exception as error:  # the package raises nothing narrower
-        raise UserError(f"{path}: cannot be read ({error})") from None
-
-    found.no_truncation()  # a file may have both, of another use
-    found.no_padding()
-    return found
-
-
-def has_words_and_merges(prefix):
-    return os.path.lexists(f"{prefix}vocab.json") and os.path.lexists(f"{prefix}merges.txt")
-
-
-def has_files(prefix):
-    """Whether a Folder can be made of the files there."""
-    return os.path.lexists(f"{prefix}tokenizer.json") or has_words_and_merges(prefix)
-
-
-def how_to_make(prefix):
-    """How to get a tokenizer.json, in a message."""
-    there = next((name for name in OLDER_FILES if os.path.lexists(prefix + name)), None)
-    if not there:
-        return "expected gpt2, bytes, chars, a run or a Hugging Face folder with a tokenizer.json"
-    folder = repr(os.path.dirname(prefix) or ".")
-    return (f"make it of {there} with: python -c \"from transformers import AutoTokenizer as A;"
-            f" A.from_pretrained({folder}).save_pretrained({folder})\"")
-
-
-def byte_level_bpe(tokenizers, prefix):
-    """GPT-2's kind of tokenizer, of vocab.json and merges.txt."""
-    path = f"{prefix}vocab.json"
-    found = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(path, f"{prefix}merges.txt"))
-    words = found.get_vocab()
-    if any(word.endswith("</w>") for word in words):
-        raise UserError(f"{path}: its words end in </w>, expected GPT-2's kind, of bytes: no tokenizer.json;"
-                        f" {how_to_make(prefix)}")
-
-    settings = read_object(f"{prefix}tokenizer_config.json")
-    add_space = bool(settings.get("add_prefix_space"))
-    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=add_space)
-    found.decoder = tokenizers.decoders.ByteLevel()
-
-    named = [content_of(token) for key, token in settings.items() if key.endswith("_token")]
-    found.add_special_tokens([name for name in dict.fromkeys([EOT, *named]) if name in words])
-    added = read_object(f"{prefix}added_tokens.json")
-    found.add_tokens(sorted(added, key=added.get))
-    return found
-
-
-def content_of(token):
-    """The text of a special token in a folder's files, or None."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
-
-
-def read_object(path):
-    """The JSON object in a file of a Hugging Face folder; {} if there is no such file."""
-    if not os.path.lexists(path):
-        return {}
-    with open_input(path, "mend or remove it") as f:
-        try:
-            return dict(json.load(f))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise UserError(f"{path}: is not a JSON object ({error}): mend or remove it") from None
-
-
 def open_vocabulary(name, characters=""):
-    """The Vocabulary of a name. gpt2: 50257 tokens, which tiktoken downloads once; bytes: the 256 values; chars: the
-    given characters, sorted; else that of a Hugging Face folder or a run. Raises UserError if it cannot be had."""
+    """The Vocabulary of a name. gpt2: 50257 tokens, which tiktoken downloads once; bytes: the 256
+    values; chars: the given characters, sorted; else that of a Hugging Face folder or a run. Raises
+    UserError if it cannot be had."""
     if name in ("bytes", "chars"):
-        tokens = [*map(str.encode, sorted(set(characters)))] if name == "chars" else [bytes([b]) for b in range(256)]
+        tokens = ([*map(str.encode, sorted(set(characters)))] if name == "chars"
+                  else [bytes([b]) for b in range(256)])
         return Letters([*tokens, EOT.encode()], len(tokens))
     if name == "gpt2":
         tiktoken = import_package("tiktoken", "GPT-2's vocabulary")
         try:
             encoding = tiktoken.get_encoding("gpt2")
         except (OSError, ValueError) as error:  # requests' are OSErrors
-            raise UserError(f"GPT-2's vocabulary could not be downloaded ({reason(error)}): set TIKTOKEN_CACHE_DIR to a"
-                            " directory that holds it, or use another (prepro_text.py --vocabulary bytes)") from None
-        return Gpt2([*map(encoding.decode_single_token_bytes, range(encoding.n_vocab))], encoding.eot_token)
+            raise UserError(f"GPT-2's vocabulary could not be downloaded ({reason(error)}): set"
+                            " TIKTOKEN_CACHE_DIR to a directory that holds it, or use another"
+                            " (prepro_text.py --vocabulary bytes)") from None
+        return Gpt2([*map(encoding.decode_single_token_bytes, range(encoding.n_vocab))],
+                    encoding.eot_token)
     encodes, tokens = (os.path.join(name, file) for file in ("tokenizer.json", "tokenizer.bin"))
     has_tokens_only = os.path.exists(tokens) and not os.path.exists(encodes)
     found = read_vocabulary(tokens) if has_tokens_only else Folder(encodes)
@@ -389,7 +315,8 @@ def reason(error):
 
 
 def read_vocabulary(path):
-    """Return the Vocabulary of a tokenizer file, with the tokenizer.json beside it if its tokens need one."""
+    """Return the Vocabulary of a tokenizer file, with the tokenizer.json beside it if its tokens
+    need one."""
     found = Vocabulary(*vars(read_tokenizer(path)).values())
     prefix = os.fspath(path).removesuffix("tokenizer.bin")
     encodes = f"{prefix}tokenizer.json"
@@ -401,15 +328,18 @@ def read_vocabulary(path):
     if has_files(prefix):
         folder = Folder(encodes, found.eot)
         if len(folder.tokens) != len(found.tokens):
-            raise UserError(f"{encodes}: {len(folder.tokens)} tokens, but {path} has {len(found.tokens)}: remove one")
+            raise UserError(f"{encodes}: {len(folder.tokens)} tokens, but {path} has"
+                            f" {len(found.tokens)}: remove one")
         return folder
     return found
 
 
 def save_vocabulary(path, vocabulary, version=2):
-    """Write a vocabulary as llm.c's tokenizer file and, beside it, a folder's files, to encode and chat, or none."""
+    """Write a vocabulary as llm.c's tokenizer file and, beside it, a folder's files, to encode and
+    chat, or none."""
     write_tokenizer(path, vocabulary.tokens, vocabulary.eot, version)
-    prefix, files = os.fspath(path).removesuffix("tokenizer.bin"), {}
+    prefix = os.fspath(path).removesuffix("tokenizer.bin")
+    files = {}
     if isinstance(vocabulary, Folder):
         files = {"tokenizer.json": vocabulary.backend.to_str().encode(),
                  "generation_config.json": json.dumps({"eos_token_id": vocabulary.ends}).encode()}
@@ -423,8 +353,8 @@ def save_vocabulary(path, vocabulary, version=2):
 
 
 def load_vocabulary(model, V, path=None):
-    """The Vocabulary of a model of V rows; None, with a warning, if there is none. path: its file, else that beside the
-    model or, in a Hugging Face folder, its tokenizer.json."""
+    """The Vocabulary of a model of V rows; None, with a warning, if there is none. path: its file,
+    else that beside the model or, in a Hugging Face folder, its tokenizer.json."""
     directory = model if os.path.isdir(model) else os.path.dirname(model)
     path = path or find_tokenizer(model, V)
     if path:
@@ -432,5 +362,6 @@ def load_vocabulary(model, V, path=None):
     if has_files(prefix := os.path.join(directory, "")):
         return Folder(f"{prefix}tokenizer.json")
     own = os.path.join(directory, "tokenizer.bin")
-    print(f"warning: {own}: no such file: tokens are printed as ids; pass --tokenizer FILE", file=sys.stderr)
+    print(f"warning: {own}: no such file: tokens are printed as ids; pass --tokenizer FILE",
+          file=sys.stderr)
     return None

@@ -1,6 +1,6 @@
 """
-What the prepro programs share: verified downloads, worker processes, and the files that most of them write,
-PREFIX_train.bin, PREFIX_val.bin and PREFIX_tokenizer.bin, the vocabulary.
+What the prepro programs share: verified downloads, worker processes, and the files that most of
+them write, PREFIX_train.bin, PREFIX_val.bin and PREFIX_tokenizer.bin, the vocabulary.
 
 Not a program: run prepro_text.py, prepro/fineweb.py, prepro/hellaswag.py or one of the others.
 """
@@ -31,22 +31,24 @@ TIMEOUT_SECONDS = 30  # of silence from the server
 
 @contextlib.contextmanager
 def progress_bar(total, what, unit):
-    """Yield advance(count), which moves a progress bar on stderr. Without tqdm, that is a line a second or, if stderr
-    is no terminal, a line in half a minute."""
+    """Yield advance(count), which moves a progress bar on stderr. Without tqdm, that is a line a
+    second or, if stderr is no terminal, a line in half a minute."""
     try:
         from tqdm import tqdm
     except ImportError:
         tqdm = None
     if not tqdm or not sys.stderr.isatty():
         begin, end, every = ("\r", "", 1) if sys.stderr.isatty() else ("", "\n", 30)
-        shown, done = time.monotonic(), 0
+        shown = time.monotonic()
+        done = 0
 
         def advance(count):
             nonlocal shown, done
             done += count
             if time.monotonic() >= shown + every:
                 shown = time.monotonic()
-                print(f"{begin}{what}: {done} of {total or '?'} {unit}", end=end, file=sys.stderr, flush=True)
+                print(f"{begin}{what}: {done} of {total or '?'} {unit}", end=end, file=sys.stderr,
+                      flush=True)
 
         yield advance
         if begin:
@@ -58,17 +60,20 @@ def progress_bar(total, what, unit):
 
 
 def download(url, path, digest, algorithm="md5"):
-    """Download a URL to `path` with a progress bar, unless a file with that MD5 or SHA-256 is already there.
+    """Download a URL to `path` with a progress bar, unless a file with that MD5 or SHA-256 is
+    already there.
 
-    Raises UserError that names the URL, the reason and --input. Never overwrites a file or leaves half of one.
+    Raises UserError that names the URL, the reason and --input. Never overwrites a file or leaves
+    half of one.
     """
     kind = {"md5": "MD5", "sha256": "SHA-256"}[algorithm]
     if os.path.lexists(path):
         read_input(path)  # raises if it cannot be read
         found = file_hash(path, algorithm)
         if found != digest:
-            raise UserError(f"{path}: {kind} {found}, expected {digest}: another file is where the download goes;"
-                            f" move it away, or tokenize it with --input {shlex.quote(path)}")
+            raise UserError(f"{path}: {kind} {found}, expected {digest}: another file is where the"
+                            " download goes; move it away, or tokenize it with --input"
+                            f" {shlex.quote(path)}")
         return
     requests = import_package("requests", "a download")
     found = hashlib.new(algorithm)
@@ -83,11 +88,12 @@ def download(url, path, digest, algorithm="md5"):
                     found.update(piece)
                     advance(len(piece))
                 if found.hexdigest() != digest:
-                    raise UserError(f"{url}: {kind} {found.hexdigest()}, expected {digest}: the download is corrupt or"
-                                    " the text has changed; try again, or pass a good copy with --input FILE")
+                    raise UserError(f"{url}: {kind} {found.hexdigest()}, expected {digest}: the"
+                                    " download is corrupt or the text has changed; try again, or"
+                                    " pass a good copy with --input FILE")
     except requests.RequestException as error:
-        raise UserError(f"{url}: the download failed ({reason(error)}); fetch it by other means and pass"
-                        " --input FILE") from None
+        raise UserError(f"{url}: the download failed ({reason(error)}); fetch it by other means"
+                        " and pass --input FILE") from None
 
 
 def file_hash(path, algorithm):
@@ -111,20 +117,24 @@ def check_not_written_over(texts, outputs):
     outputs = set(map(os.path.realpath, outputs))
     for path in texts:
         if os.path.realpath(path) in outputs:
-            raise UserError(f"{path}: is the text itself, and would be overwritten: pass another --output")
+            raise UserError(f"{path}: is the text itself, and would be overwritten: pass another"
+                            " --output")
 
 
 def in_processes(function, jobs, processes, prepare=None, arguments=()):
-    """Yield function(job) for each job, in order, from `processes` workers, which call prepare(*arguments) first.
+    """Yield function(job) for each job, in order, from `processes` workers, which call
+    prepare(*arguments) first.
 
-    Reads only as many jobs ahead as keep the workers busy. Raises UserError if one of them is killed.
+    Reads only as many jobs ahead as keep the workers busy. Raises UserError if one of them is
+    killed.
     """
     if processes == 1:
         if prepare:
             prepare(*arguments)
         yield from map(function, jobs)
         return
-    workers = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), begin_worker, (prepare, arguments))
+    workers = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), begin_worker,
+                                  (prepare, arguments))
     waiting = collections.deque()
     try:
         for job in jobs:
@@ -134,8 +144,8 @@ def in_processes(function, jobs, processes, prepare=None, arguments=()):
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        raise UserError(f"--processes {processes}: one of them was killed, perhaps out of memory: pass"
-                        " fewer") from None
+        raise UserError(f"--processes {processes}: one of them was killed, perhaps out of memory:"
+                        " pass fewer") from None
     finally:
         workers.shutdown(cancel_futures=True)
 
@@ -153,13 +163,14 @@ def end_with_parent():
 
 
 def save_tokens(val, train, vocabulary, args):
-    """Write PREFIX_val.bin, PREFIX_train.bin and the vocabulary. val, train: lists of integer arrays."""
+    """Write PREFIX_val.bin, PREFIX_train.bin and the vocabulary. val, train: lists of integer
+    arrays."""
     save_files(dict(zip(output_paths(args.output), (val, train))), vocabulary, args)
 
 
 def save_files(files, vocabulary, args, text_bytes=None):
-    """Write token files, {path: list of integer arrays}, and the vocabulary, all or none; print their sizes.
-    text_bytes: see write_tokens, {path: number}."""
+    """Write token files, {path: list of integer arrays}, and the vocabulary, all or none; print
+    their sizes. text_bytes: see write_tokens, {path: number}."""
     if args.format == "uint16" and len(vocabulary.tokens) > 1 << 16:
         args.format = "uint32"
     tokenizer = output_paths(args.output)[-1]
@@ -175,7 +186,8 @@ def save_files(files, vocabulary, args, text_bytes=None):
 
 
 def add_processes(parser, what):
-    parser.add_argument("--processes", type=int, metavar="N", default=THREADS, help=f"{what} tokenized at a time")
+    parser.add_argument("--processes", type=int, metavar="N", default=THREADS,
+                        help=f"{what} tokenized at a time")
 
 
 def check_processes(args):
@@ -191,34 +203,42 @@ def add_val_fraction(parser, most):
         return value
 
     parser.add_argument("--val_fraction", type=fraction, metavar="X", default=argparse.SUPPRESS,
-                        help=f"fraction of the tokens for validation (default: 0.1, at most {most} tokens)")
+                        help=f"fraction of the tokens for validation (default: 0.1, at most {most}"
+                        " tokens)")
 
 
 def val_tokens(count, most, args):
-    """Return the number of validation tokens out of `count`: --val_fraction of them; without that flag a tenth, at most
-    `most`. Raises UserError if either validation or training would get none."""
+    """Return the number of validation tokens out of `count`: --val_fraction of them; without that
+    flag a tenth, at most `most`. Raises UserError if either validation or training would get
+    none."""
     fraction = getattr(args, "val_fraction", None)
     val = min(count // 10, most) if fraction is None else int(count * fraction + 1e-6)
     if not 0 < val < count:
-        raise UserError(f"{count} tokens of text, of which {val} for validation, expected at least one for"
-                        " validation and one for training: pass more text, or another --val_fraction")
+        raise UserError(f"{count} tokens of text, of which {val} for validation, expected at least"
+                        " one for validation and one for training: pass more text, or another"
+                        " --val_fraction")
     return val
 
 
 def save_split(tokens, most, vocabulary, args):
-    """Write the first val_tokens(...) tokens for validation, the rest for training, and the vocabulary."""
+    """Write the first val_tokens(...) tokens for validation, the rest for training, and the
+    vocabulary."""
     tokens = np.asarray(tokens)
     val = val_tokens(len(tokens), most, args)
     save_tokens(list(chunks(tokens[:val])), list(chunks(tokens[val:])), vocabulary, args)
 
 
 def make_parser(description, output, format="int32"):
-    """Return a parser with --format and --output, for the scripts that write PREFIX_train.bin and so on."""
-    parser = Parser(description=(description or "").strip().split("\n")[0],  # -OO leaves no docstring
+    """Return a parser with --format and --output, for the scripts that write PREFIX_train.bin and
+    so on."""
+    # -OO leaves no docstring
+    parser = Parser(description=(description or "").strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--format", choices=("int32", "uint16"), default=format,
-                        help="int32: llm.c of April 2024; uint16: with a header, llm.c of today (uint32, as its Llama"
-                        " branch has it, for vocabularies of more than 65,536 tokens)")
+                        help="int32: llm.c of April 2024; uint16: with a header, llm.c of today"
+                        " (uint32, as its Llama branch has it, for vocabularies of more than"
+                        " 65,536 tokens)")
     parser.add_argument("--output", metavar="PREFIX", default=output,
-                        help="files are named PREFIX_train.bin, PREFIX_val.bin and PREFIX_tokenizer.bin")
+                        help="files are named PREFIX_train.bin, PREFIX_val.bin and"
+                        " PREFIX_tokenizer.bin")
     return parser

@@ -72,7 +72,8 @@ def kind_of(start, piece):
         likely = likely_encodings(piece)
         hint = "an editor may know its encoding"
     except ImportError:
-        likely, hint = [], "pip install charset-normalizer, and try again for its encoding"
+        likely = []
+        hint = "pip install charset-normalizer, and try again for its encoding"
     if not likely:
         return "non-UTF-8", f"save it as UTF-8: {hint}"
     names = " or ".join(map(ENCODINGS.get, likely))
@@ -103,7 +104,8 @@ def likely_encodings(piece):
     foreign = [line for line in others if not line.isascii()] or [first]
     start = b"\n".join(foreign)[: 1 << 16]
     whole = re.match(rb".*[\0-/]", start, re.DOTALL)  # up to a byte that is no part of a letter
-    order, found = [*ENCODINGS], []
+    order = [*ENCODINGS]
+    found = []
     for match in charset_normalizer.from_bytes(whole[0] if whole else start, cp_isolation=order):
         text = str(match)
         names = filter(ENCODINGS.get, match.could_be_from_charset)  # which all give this text

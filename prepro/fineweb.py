@@ -2,17 +2,19 @@
 FineWeb (https://arxiv.org/abs/2406.17557), 10 or 100 billion tokens of web text, in llm.c's shards.
 
     python prepro/fineweb.py --shards 10      # downloads the first 1.1 billion tokens, 2.2 GB; prints:
-        kjj0/fineweb10B-gpt2: 11 shards, 11 to download, about 2.2 GB to write; data/fineweb10B has 60.3 GB free
+        kjj0/fineweb10B-gpt2: 11 shards, 11 to download, about 2.2 GB to write; data/fineweb10B has
+        60.3 GB free
         Saved 100000000 tokens to data/fineweb10B/fineweb_val_000000.bin
         ...
     python train_gpt2_cuda.py -e d12 -i "data/fineweb10B/fineweb_train_*.bin"
 
     python prepro/fineweb.py --edu --size 100B           # FineWeb-Edu: educational pages
 
-A shard holds 100 million GPT-2 tokens, uint16; the first is for validation, the others for training. They were made by
-others of FineWeb's text, and are verified against the SHA-256 that Hugging Face has on record. A shard appears whole or
-not at all, so after an interruption the same command resumes. To tokenize the text itself, with any vocabulary, give
-its Parquet files to prepro_text.py.
+A shard holds 100 million GPT-2 tokens, uint16; the first is for validation, the others for
+training. They were made by others of FineWeb's text, and are verified against the SHA-256 that
+Hugging Face has on record. A shard appears whole or not at all, so after an interruption the same
+command resumes. To tokenize the text itself, with any vocabulary, give its Parquet files to
+prepro_text.py.
 """
 
 import root  # noqa: F401  (first: it finds the project)
@@ -39,7 +41,8 @@ RESUME = "the same command resumes from here"
 
 
 def list_shards(hub, repository):
-    """{number: huggingface_hub's RepoFile} of a dataset's shards; raises UserError if they cannot be listed."""
+    """{number: huggingface_hub's RepoFile} of a dataset's shards; raises UserError if they cannot
+    be listed."""
     try:
         files = [*hub.HfApi().list_repo_tree(repository, repo_type="dataset")]
     except (hub.errors.HTTPError, hub.errors.OfflineModeIsEnabled, OSError) as error:
@@ -51,12 +54,14 @@ def list_shards(hub, repository):
 
 
 def fetch(hub, repository, file, directory):
-    """Download a RepoFile into a directory, and return its path. The package resumes a broken connection a few times.
-    Raises UserError if it stays broken or, without the file, if the SHA-256 is not the hub's."""
+    """Download a RepoFile into a directory, and return its path. The package resumes a broken
+    connection a few times. Raises UserError if it stays broken or, without the file, if the SHA-256
+    is not the hub's."""
     name = f"{repository}/{file.path}"
     try:
         path = hub.hf_hub_download(repository, file.path, repo_type="dataset", local_dir=directory)
-    except (hub.errors.HTTPError, hub.errors.LocalEntryNotFoundError, hub.errors.OfflineModeIsEnabled,
+    except (hub.errors.HTTPError, hub.errors.LocalEntryNotFoundError,
+            hub.errors.OfflineModeIsEnabled,
             OSError) as error:
         raise UserError(f"{name}: the download failed ({reason(error)}); {RESUME}") from None
 
@@ -64,13 +69,14 @@ def fetch(hub, repository, file, directory):
     if file.lfs is None or found != file.lfs.sha256:
         os.unlink(path)
         expected = file.lfs.sha256 if file.lfs else "one that the hub has on record"
-        raise UserError(f"{name}: SHA-256 {found}, expected {expected}: the download is corrupt; {RESUME}")
+        raise UserError(f"{name}: SHA-256 {found}, expected {expected}: the download is corrupt;"
+                        f" {RESUME}")
     return path
 
 
 def fetch_shards(repository, output, name, most):
-    """Download the validation shard and the first `most` training shards (None: all), except those that exist: to
-    OUTPUT/NAME_val_000000.bin, OUTPUT/NAME_train_000001.bin and so on."""
+    """Download the validation shard and the first `most` training shards (None: all), except those
+    that exist: to OUTPUT/NAME_val_000000.bin, OUTPUT/NAME_train_000001.bin and so on."""
     hub = import_package("huggingface_hub", "a download")
     import_package("huggingface_hub.errors", "a download")
     files = list_shards(hub, repository)
@@ -78,15 +84,16 @@ def fetch_shards(repository, output, name, most):
     paths = {number: os.path.join(output, f"{name}_{'train' if number else 'val'}_{number:06d}.bin")
              for number in numbers}
     missing = [number for number in numbers
-               if not os.path.isfile(paths[number]) or os.path.getsize(paths[number]) != files[number].size]
+               if not os.path.isfile(paths[number])
+               or os.path.getsize(paths[number]) != files[number].size]
 
     needed = sum(files[number].size for number in missing)
     free = shutil.disk_usage(output).free
-    print(f"{repository}: {len(numbers)} shards, {len(missing)} to download, about {needed / 1e9:.1f} GB to write;"
-          f" {output} has {free / 1e9:.1f} GB free")
+    print(f"{repository}: {len(numbers)} shards, {len(missing)} to download, about"
+          f" {needed / 1e9:.1f} GB to write; {output} has {free / 1e9:.1f} GB free")
     if needed > free:
-        raise UserError(f"{output}: {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free: pass a smaller --shards N,"
-                        " or another --output")
+        raise UserError(f"{output}: {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free: pass a"
+                        " smaller --shards N, or another --output")
 
     downloads = os.path.join(output, ".download")
     for number in missing:
@@ -104,11 +111,13 @@ def parse_arguments():
     parser = Parser(description=(__doc__ or "").strip().split("\n")[0],
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--edu", action="store_true", help="FineWeb-Edu")
-    parser.add_argument("--size", choices=("10B", "100B"), default="10B", help="number of tokens of the dataset")
+    parser.add_argument("--size", choices=("10B", "100B"), default="10B",
+                        help="number of tokens of the dataset")
     parser.add_argument("--shards", type=int, metavar="N", default=argparse.SUPPRESS,
                         help="the first N training shards, and the validation shard (default: all)")
     parser.add_argument("--output", metavar="DIR", default=argparse.SUPPRESS,
-                        help="directory of the shards (default: data/fineweb10B, data/edu_fineweb100B and so on)")
+                        help="directory of the shards (default: data/fineweb10B,"
+                        " data/edu_fineweb100B and so on)")
     args = parser.parse_args()
     args.shards = getattr(args, "shards", None)
     if args.shards is not None and args.shards < 1:

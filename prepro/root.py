@@ -1,4 +1,5 @@
-"""Where the project is. A program of prepro/ imports this before the project's modules and NumPy, and so finds them."""
+"""Where the project is. A program of prepro/ imports this before the project's modules and NumPy,
+and so finds them."""
 
 import os
 import sys

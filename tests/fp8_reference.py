@@ -2,30 +2,34 @@
 
 import numpy as np
 
-LARGEST, SMALLEST = 448.0, 2.0**-9  # numbers of E4M3
+LARGEST = 448.0
+SMALLEST = 2.0**-9  # numbers of E4M3
 ROOM = np.float32([2.0, 2.0, 8.0])  # times what each needs at most; gradients grow suddenly
 
 
 def round_e4m3(x, rng=None):
-    """x as float32, rounded to the numbers of E4M3, saturating; NaN stays NaN. To nearest, ties to even; or, given a
-    generator, to one of the two nearest, at random, so that the expected value is x: Gupta et al. 2015,
+    """x as float32, rounded to the numbers of E4M3, saturating; NaN stays NaN. To nearest, ties to
+    even; or, given a generator, to one of the two nearest, at random, so that the expected value is
+    x: Gupta et al. 2015,
     https://arxiv.org/abs/1502.02551."""
     x = np.clip(np.asarray(x, np.float32), -LARGEST, LARGEST)
     exponent = np.maximum(np.frexp(x)[1] - 1, -6)  # of the leading bit
     step = np.ldexp(np.float32(1.0), exponent - 3)
-    return (np.floor(x / step + rng.random(x.shape, np.float32)) if rng else np.rint(x / step)) * step
+    return ((np.floor(x / step + rng.random(x.shape, np.float32)) if rng else np.rint(x / step))
+            * step)
 
 
 def decode_e4m3(bits):
     """(...) uint8 -> (...) float32: 1 bit of sign, 4 of exponent, 3 of mantissa."""
-    exponent, mantissa = (bits >> 3 & 15).astype(np.int32), (bits & 7).astype(np.float32)
+    exponent = (bits >> 3 & 15).astype(np.int32)
+    mantissa = (bits & 7).astype(np.float32)
     size = np.where(exponent == 0, mantissa * SMALLEST, np.ldexp(8.0 + mantissa, exponent - 10))
     return np.where(bits & 127 == 127, np.nan, np.where(bits & 128, -size, size)).astype(np.float32)
 
 
 def next_scales(history, scales):
-    """history (FP8_HISTORY,n): the largest numbers of updates -> the scales (n,) of the next one, with ROOM to grow.
-    Without a history, a scale stays as it is."""
+    """history (FP8_HISTORY,n): the largest numbers of updates -> the scales (n,) of the next one,
+    with ROOM to grow. Without a history, a scale stays as it is."""
     most = history.max(axis=0)
     with np.errstate(divide="ignore", over="ignore"):
         highest = np.minimum(LARGEST / np.resize(ROOM, most.shape) / most, np.float32(2.0**100))

@@ -1,5 +1,5 @@
-"""The programs of dev/ that measure: bench.py, compare_losses.py, sweep.py; check_gpu.py on a GPU; profile_gpu.py also
-on a fake one: what it makes of the launches of a step."""
+"""The programs of dev/ that measure: bench.py, compare_losses.py, sweep.py; check_gpu.py on a GPU;
+profile_gpu.py also on a fake one: what it makes of the launches of a step."""
 
 import contextlib
 import csv
@@ -36,24 +36,29 @@ SWEEP = ("-o", "s", "-b", 2, "-t", 8, "-m", 2, "-v", 4)
 
 @pytest.mark.parametrize("model", ("gpt2_124M.bin", "d2"))
 def test_pytorch_by_other_kernels_computes_the_same(workplace, run_here, model):
-    """Its losses, on the CPU, over four updates with accumulation, clipping, decay and a schedule are train_gpt2.py's.
-    A run that it starts has all settings, also -b 4, the default of a file, but not of d2."""
-    flags = ("-e", model, "-b", 4, "-t", 16, "-d", 128, "-x", 4, "-l", 1e-3, "-u", 2, "-k", "cosine", "-c", 0.1,
+    """Its losses, on the CPU, over four updates with accumulation, clipping, decay and a schedule
+    are train_gpt2.py's. A run that it starts has all settings, also -b 4, the default of a file,
+    but not of d2."""
+    flags = ("-e", model, "-b", 4, "-t", 16, "-d", 128, "-x", 4, "-l", 1e-3, "-u", 2, "-k",
+             "cosine", "-c", 0.1,
              "--grad_clip", 0.5, "-o", "run")
     run_here(train_gpt2, *flags, "-v", 0, "-s", 0)
     settings = parse_settings(compare_losses.Comparison, "", [*map(str, flags), "--run", "run"])
     ours = parse_settings(compare_losses.TRAINED, "", compare_losses.flags_of(settings))
     changed = {name for name, value in vars(ours).items() if getattr(settings, name) != value}
-    assert changed - {"final_reports", "print_every", "given"} == {"val_every", "sample_every", "lines"}
+    assert (changed - {"final_reports", "print_every", "given"}
+            == {"val_every", "sample_every", "lines"})
     assert ours.print_every == 1
     expected = compare_losses.run_ours(settings)
     for others in (False, True):
         losses = compare_losses.run_pytorch(settings, 4, "test", others=others)
-        assert len(losses) == 4 and np.allclose(losses, expected, rtol=0, atol=1e-5)  # main.csv has six digits
+        # main.csv has six digits
+        assert len(losses) == 4 and np.allclose(losses, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("program, flags", ((bench, ("gpu",)), (bench, ("attention",)), (bench, ("matmul",)),
-                                            (bench, ("scale",)), (check_gpu, ()), (profile_gpu, ())))
+@pytest.mark.parametrize("program, flags",
+                         ((bench, ("gpu",)), (bench, ("attention",)), (bench, ("matmul",)),
+                          (bench, ("scale",)), (check_gpu, ()), (profile_gpu, ())))
 def test_what_needs_a_gpu_says_so(monkeypatch, run_here, program, flags):
     monkeypatch.setattr(llmc.gpu.device.cp.cuda.runtime, "getDeviceCount", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -62,10 +67,12 @@ def test_what_needs_a_gpu_says_so(monkeypatch, run_here, program, flags):
 
 def test_a_sweep_s_runs_table_and_picture(workplace, run_here, monkeypatch):
     """One learning rate is too high: those runs fail, and are tried again by the same command."""
-    monkeypatch.setattr(sweep, "count_gpus", unittest.mock.Mock(side_effect=UserError("no GPU here")))
+    monkeypatch.setattr(sweep, "count_gpus",
+                        unittest.mock.Mock(side_effect=UserError("no GPU here")))
     flags = (*SWEEP, "-x", 10, "--seed", "1,2")
     done = run_here(sweep, *flags, "-l", "1e-3,1e38", check=False)
-    assert done.returncode == 1 and "s/l=1e+38_seed=1: failed (1): train_gpt2.py: error:" in done.stderr
+    assert (done.returncode == 1
+            and "s/l=1e+38_seed=1: failed (1): train_gpt2.py: error:" in done.stderr)
     done = run_here(sweep, *flags, "-l", "1e-3,1e38", check=False)
     assert done.stdout.startswith("4 runs of train_gpt2.py, 2 to train")
     rows = list(csv.reader(open("s/sweep.csv", newline="")))
@@ -73,11 +80,14 @@ def test_a_sweep_s_runs_table_and_picture(workplace, run_here, monkeypatch):
     assert [row[2] for row in rows[1:]] == ["finished"] * 2 + ["failed"] * 2
     assert " lr 1.00e-03 " in Path("s/l=0.001_seed=1/output.txt").read_text()
     assert Path("s/sweep.png").read_bytes().startswith(b"\x89PNG")
-    for flags, words in ((("-l", 0.1), "no flag has several values"), (("-l", "0.1,0.2,1e-1"), "two runs"),
+    for flags, words in ((("-l", 0.1), "no flag has several values"),
+                         (("-l", "0.1,0.2,1e-1"), "two runs"),
                          (("-o", "s,t"), "one value"),
-                         (("-x", 9, "--seed", "1,2", "-l", "1e-3,1e38"), "s/l=0.001_seed=1: a run with other flags")):
+                         (("-x", 9, "--seed", "1,2", "-l", "1e-3,1e38"),
+                          "s/l=0.001_seed=1: a run with other flags")):
         assert_one_line_error(run_here(sweep, *SWEEP, *flags, check=False), words)
-    flags, table = ("-x", 10, "--seed", "1,2", "-l", "1e-3,1e38"), Path("s/l=0.001_seed=1/main.csv")
+    flags = ("-x", 10, "--seed", "1,2", "-l", "1e-3,1e38")
+    table = Path("s/l=0.001_seed=1/main.csv")
     for data in (b"step,val_loss\n1,x\n", b"a\n1,2\n", b"\xff\n", b"step\n" + b"9" * 200000):
         table.write_bytes(data)
         words = table, "is damaged", "remove s/l=0.001_seed=1 to train"
@@ -110,7 +120,7 @@ def test_a_sweep_s_axis(monkeypatch, along, values, scale):
     assert axes[0].get_xscale() == scale
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # check_gpu.py, profile_gpu.py
 
 B, T = 2, 32
@@ -118,8 +128,10 @@ MODELS = {GPT2: (SMALL_HEADS, random_params(SMALL_HEADS)), Llama3: untied_llama(
 
 
 def open_trainer(fake_gpu, page=GPT2, arch="sm_90a", **settings):
-    architecture, gpu = on_gpu(page), fake_gpu.gpu._replace(arch=arch)
-    settings = architecture.resolve_auto(architecture.Settings(**{"B": B, "T": T, **settings}), arch)
+    architecture = on_gpu(page)
+    gpu = fake_gpu.gpu._replace(arch=arch)
+    settings = architecture.resolve_auto(architecture.Settings(**{"B": B, "T": T, **settings}),
+                                         arch)
     trainer = profile_gpu.open_trainer(architecture, gpu, *MODELS[page], settings)
     trainer.prepare()
     fake_gpu.launches.clear()
@@ -138,7 +150,9 @@ each_page = pytest.mark.parametrize("page", pages()[:2])
 
 @pytest.mark.gpu
 @each_page
-@pytest.mark.parametrize("flags", ((), ("--recompute", 2), ("--arch", "sm_80"), ("--dtype", "float32", "--tf32", 0)))
+@pytest.mark.parametrize("flags",
+                         ((), ("--recompute", 2), ("--arch", "sm_80"),
+                          ("--dtype", "float32", "--tf32", 0)))
 def test_a_gpu_agrees_with_the_cpu(model, run_here, flags):
     done = run_here(check_gpu, "-e", model, "-b", 3, "-t", 48, *flags)
     assert done.stdout.endswith("overall okay: 1\n") and "FAIL" not in done.stdout
@@ -148,12 +162,15 @@ def test_a_gpu_agrees_with_the_cpu(model, run_here, flags):
 @each_page
 @pytest.mark.parametrize("right", (True, False))
 def test_fp8_agrees_with_the_cpu(page, run_here, monkeypatch, right):
-    """Of the smallest models, whose heads have 64 channels; not if the products are read with half of a scale."""
+    """Of the smallest models, whose heads have 64 channels; not if the products are read with half
+    of a scale."""
     need("cuda-fp8")
     multiply = Fp8.multiply
     if not right:
-        monkeypatch.setattr(Fp8, "multiply", lambda *rest, scale=1.0: multiply(*rest, scale=2 * scale))
-    done = run_here(check_gpu, "-e", next(iter(page.SIZES)), "-b", 3, "-t", 48, "--dtype", "fp8", check=right)
+        monkeypatch.setattr(Fp8, "multiply",
+                            lambda *rest, scale=1.0: multiply(*rest, scale=2 * scale))
+    done = run_here(check_gpu, "-e", next(iter(page.SIZES)), "-b", 3, "-t", 48, "--dtype", "fp8",
+                    check=right)
     assert f"overall okay: {int(right)}" in done.stdout
     assert ("first wrong: qkv of layer 0, from matmul qkv" in done.stdout) != right
 
@@ -175,22 +192,27 @@ def test_a_wrong_function_is_found_on_a_gpu(page, model, run_here, monkeypatch, 
 
     monkeypatch.setattr(module, function, wrong)
     done = run_here(check_gpu, "-e", model, "-b", 3, "-t", 48, "--dtype", "float32", check=False)
-    assert done.returncode == 1 and f"first wrong: {line}, from " in done.stdout and "overall okay: 0" in done.stdout
+    assert (done.returncode == 1 and f"first wrong: {line}, from " in done.stdout
+            and "overall okay: 0" in done.stdout)
 
 
 @pytest.mark.gpu
 @each_page
 @pytest.mark.parametrize("flags", ((), ("--matmul", "cublaslt", "--dtype", "float32", "-d", 96)))
 def test_the_profile_of_a_gpu(model, run_here, flags):
-    lines = run_here(profile_gpu, "-e", model, "-b", 3, "-t", 16, "-x", 2, *flags).stdout.splitlines()
-    assert any(line.startswith("matmul qkv dweight") for line in lines) and lines[-1].startswith("all ")
-    shares = [float(found[1]) for found in (re.search(r"/s +[\d.]+% +([\d.]+)%", line) for line in lines) if found]
+    lines = run_here(profile_gpu, "-e", model, "-b", 3, "-t", 16, "-x", 2,
+                     *flags).stdout.splitlines()
+    assert (any(line.startswith("matmul qkv dweight") for line in lines)
+            and lines[-1].startswith("all "))
+    shares = [float(found[1])
+              for found in (re.search(r"/s +[\d.]+% +([\d.]+)%", line) for line in lines) if found]
     assert len(shares) > 20 and sum(shares) == pytest.approx(100, abs=2)
 
 
 def observed_step(trainer):
     """[(kernel, arguments)] of one step."""
-    step, trainer.graph = [], None
+    step = []
+    trainer.graph = None
     trainer.device.observer = lambda *launch: step.append(launch) or contextlib.nullcontext()
     batch = np.zeros((2, B, T), np.int32)
     trainer.end_step(trainer.begin_step([batch] * trainer.settings.own_micro_steps, 0.0))
@@ -198,41 +220,53 @@ def observed_step(trainer):
 
 
 @each_page
-@pytest.mark.parametrize("settings", ({"matmul": "kernels", "total_batch_size": 2 * B * T}, {"matmul": "cublaslt"},
-                                      {"arch": "sm_80", "recompute": 2}, {"dtype": "float32"}, {"dtype": "fp8"}))
+@pytest.mark.parametrize("settings",
+                         ({"matmul": "kernels", "total_batch_size": 2 * B * T},
+                          {"matmul": "cublaslt"},
+                          {"arch": "sm_80", "recompute": 2}, {"dtype": "float32"},
+                          {"dtype": "fp8"}))
 def test_the_launches_of_a_step_have_labels_and_work(fake_gpu, page, settings):
-    """Each weight's three matmuls, whoever does them; and no kernel is unknown but those that a step never launches."""
+    """Each weight's three matmuls, whoever does them; and no kernel is unknown but those that a
+    step never launches."""
     if settings.get("dtype") == "fp8" and page is Llama3:  # F=200
-        pytest.raises(UserError, open_trainer, fake_gpu, page, **settings).match("expects multiples of 16")
+        pytest.raises(UserError, open_trainer, fake_gpu, page,
+                      **settings).match("expects multiples of 16")
         return
     trainer = open_trainer(fake_gpu, page, grad_clip=1.0, **settings)
-    labels, flops = set(), 0
+    labels = set()
+    flops = 0
     for name, arguments in observed_step(trainer):
         operands = trainer.linears.operands
         labels.add(profile_gpu.label(name, arguments, trainer.params, trainer.grads, operands))
         moved, computed = profile_gpu.work(name, arguments, trainer.config)
         flops += computed * profile_gpu.is_matmul(name)
-        idle = name in ("prepare_update", "prepare_scales", "encoder_backward_wte_cut")  # the last: no token is cut
+        # the last: no token is cut
+        idle = name in ("prepare_update", "prepare_scales", "encoder_backward_wte_cut")
         assert (moved > 0) + (computed > 0) == (not idle), name
     weights = "qkv", "attproj", "fc", "fcproj", "logits"
     assert {what for what in labels if what.startswith("matmul")} == {
         f"matmul {weight}{of}" for weight in weights for of in ("", " dinp", " dweight")}
     matrices = sum(row.size for row in trainer.params.table.values() if len(row.shape) == 3)
-    assert flops == trainer.settings.micro_steps * 6 * B * T * (matrices + trainer.config.Vp * trainer.config.C)
+    assert (flops == trainer.settings.micro_steps * 6 * B * T
+            * (matrices + trainer.config.Vp * trainer.config.C))
     kernels = {kernel.removesuffix("_narrow") for kernels in KERNELS.values() for kernel in kernels}
-    known = {*profile_gpu.MATMULS, *profile_gpu.ATTENTION, *profile_gpu.ARRAYS, *profile_gpu.BYTES, "rope_forward",
+    known = {*profile_gpu.MATMULS, *profile_gpu.ATTENTION, *profile_gpu.ARRAYS, *profile_gpu.BYTES,
+             "rope_forward",
              "qknorm_forward"}
     assert kernels - known == {"round_weights"}
 
 
 def test_the_walkthrough_has_the_kernels_of_a_step_in_order(fake_gpu):
-    """doc/walkthrough.md, whose layers are written once: the names of a step with matmuls by cuBLASLt."""
-    text, rows = (ROOT / "doc" / "walkthrough.md").read_text(encoding="utf-8"), []
+    """doc/walkthrough.md, whose layers are written once: the names of a step with matmuls by
+    cuBLASLt."""
+    text = (ROOT / "doc" / "walkthrough.md").read_text(encoding="utf-8")
+    rows = []
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         if section.startswith(("The matmuls by our kernels", "What it adds up to")):
             continue
         names = re.findall(r"^\| `?((?!kernel)\w[\w ]*)`? \|", section, re.MULTILINE)
         rows += names * (SMALL_HEADS.L if "twelve times" in section.split("\n")[0] else 1)
     trainer = open_trainer(fake_gpu, matmul="cublaslt")
-    step = [profile_gpu.label(*launch, trainer.params, trainer.grads) for launch in observed_step(trainer)]
+    step = [profile_gpu.label(*launch, trainer.params, trainer.grads)
+            for launch in observed_step(trainer)]
     assert [name if "batch" not in name else "copy_batch" for name in rows] == step

@@ -1,89 +1,47 @@
-"""The prepro scripts, with a local server and hub: hashes, shards, faults of the network, the text, Parquet."""
+"""prepro_text.py: what is read of texts, files and folders, and how it becomes tokens."""
 
 import asyncio
 import errno
 import functools
-import hashlib
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-import huggingface_hub.file_download as download
 import numpy as np
 import pytest
 
 import prepro_text
 import prepro_tinyshakespeare
-from conftest import ROOT, Server, assert_one_line_error, hub_pages, run_program
-from llmc.dataloader import open_tokens, write_tokens
-from llmc.errors import UserError
+from conftest import ROOT, assert_one_line_error, run_program
+from llmc.dataloader import open_tokens
 from llmc.tokenizer import read_tokenizer
 from llmc.vocabulary import EOT, open_vocabulary
-from prepro import common, fineweb, pystdlib, tinystories
-from prepro.fineweb import REPOSITORIES
+from prepro import common, pystdlib, reading
 
 TEXT = b"Some words.\n" * 1000
 RUSSIAN = "Паром уходит в полдень, и чайки летят за ним.\n"
 
 
-@pytest.mark.parametrize("format, val, train", (
-    ("int32", "5dcd79e2f05f2f6cbc3a440565105367c12f148c4e01a3283a4307921f5f9945",
-     "fe4dddf0265c5cf586e0684534932890dab01a74c358b8378f1a3d41cbdba429"),
-    ("uint16", "fe99db720dc7c83e694806d4e047a952909411da1daccde4ccc2e55f40882a62",
-     "8a70606be574040c26d225694f5f9759973b419852d22f7fe5c118e1b359dcc8")))
-def test_tiny_shakespeare(tmp_path, tiny_shakespeare, vocabulary_here, run_here, format, val, train):
-    """llm.c's hashes; downloaded once, and no text of the user's is written over, by neither download nor tokens."""
-    output = tmp_path / "data" / "ts"
-    with Server({"/input.txt": (200, {}, tiny_shakespeare.read_bytes())}) as server:
-        command = prepro_tinyshakespeare, "--url", f"{server.url}/input.txt", "--output", output, "--format", format
-        for _ in range(2):
-            done = run_here(*command)
-            assert done.stderr == "", "no progress bar"
-        assert done.stdout == (f"Saved 32768 tokens to {output}_val.bin\nSaved 305260 tokens to {output}_train.bin\n"
-                               f"Saved the vocabulary of 50257 tokens to {output}_tokenizer.bin\n")
-        tokenizer = "6f3abc21e444e4e8300e225f4e03da48ea121cf17e30f67009b8dad7a66c2f13"
-        for name, expected in (("val", val), ("train", train), ("tokenizer", tokenizer)):
-            assert hashlib.sha256((tmp_path / "data" / f"ts_{name}.bin").read_bytes()).hexdigest() == expected
-        mine = [tmp_path / "data" / name for name in ("tiny_shakespeare.txt", "ts_val.bin", "ts_tokenizer.bin")]
-        for path in mine:
-            path.write_text("my text\n\n" * 20000)
-        run_here(*command, fails=(mine[0], "move it away", "--input"))
-        for path in mine[1:]:
-            run_here(*command, "--input", path, fails=(path, "another --output"))
-        assert len(server.seen) == 1 and len({path.read_bytes() for path in mine}) == 1
-
-
-@pytest.mark.parametrize("pages, words", (
-    ({"/x": (200, {}, b"another text")}, ("MD5", "expected 6fb458f1232090904fb40fe944165e91")), ({}, ["404"]),
-    ({"/x": (200, {"Content-Length": 500}, b"cut short")}, ("failed",)),
-    ({"/x": (302, {"Location": "http://127.0.0.1:9/"}, b"")}, ("refused",))))
-def test_a_failed_download_leaves_nothing(tmp_path, run_here, pages, words):
-    with Server(pages) as server:
-        url = f"{server.url}/x"
-        run_here(prepro_tinyshakespeare, "--url", url, "--output", tmp_path / "data" / "ts",
-                 fails=(url, "--input", *words))
-    assert [path.name for path in tmp_path.rglob("*")] == (["data"] if 200 in pages.get("/x", ()) else [])
-
-
 def test_a_small_text_is_split_or_refused(tmp_path, tiny_shakespeare, vocabulary_here, run_here):
     text = tmp_path / "text"
     text.write_bytes(tiny_shakespeare.read_bytes()[:100000])
-    split = functools.partial(run_here, prepro_tinyshakespeare, "--input", text, "--output", tmp_path / "o")
+    split = functools.partial(run_here, prepro_tinyshakespeare, "--input", text, "--output",
+                              tmp_path / "o")
     val, train = (int(line.split()[1]) for line in split().stdout.splitlines()[:2])
     assert val == (val + train) // 10
     assert split("--val_fraction", 0.5).stdout.startswith(f"Saved {(val + train) // 2} tokens")
-    assert common.val_tokens(100, 10, SimpleNamespace(val_fraction=0.29)) == 29  # in floating point, 28.999
+    # in floating point, 28.999
+    assert common.val_tokens(100, 10, SimpleNamespace(val_fraction=0.29)) == 29
     split("--val_fraction", 1, fails=["--val_fraction 1.0"])
     split("--val_fraction", 1e-9, fails=("of which 0 for validation", "--val_fraction"))
-    done = run_program("prepro_tinyshakespeare.py", "--input", text, "--output", tmp_path / "p", check=False,
+    done = run_program("prepro_tinyshakespeare.py", "--input", text, "--output", tmp_path / "p",
+                       check=False,
                        TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), HTTPS_PROXY="http://127.0.0.1:9")
     assert_one_line_error(done, "vocabulary", "TIKTOKEN_CACHE_DIR")
     assert not list(tmp_path.glob("p_*"))
@@ -91,7 +49,8 @@ def test_a_small_text_is_split_or_refused(tmp_path, tiny_shakespeare, vocabulary
 
 @pytest.fixture
 def prepare(here, run_here):
-    """prepare(input, ..., flag, ...): the tokens, train and val one after the other, the Tokenizer, what is printed."""
+    """prepare(input, ..., flag, ...): the tokens, train and val one after the other, the Tokenizer,
+    what is printed."""
     def run(*flags, program=prepro_text, warns=""):
         done = run_here(program, *flags, "--output", "out/x")
         assert warns in done.stderr and bool(warns) >= ("warning" in done.stderr)
@@ -107,12 +66,17 @@ def text_of(tokens, tokenizer):
 
 @pytest.mark.parametrize("vocabulary, V", (("gpt2", 50257), ("bytes", 257), ("chars", None)))
 def test_a_folder_of_text(tmp_path, vocabulary_here, prepare, vocabulary, V):
-    """Sorted, each document after an end of text; hidden and binary files are skipped, and counted."""
-    folder, files = tmp_path / "folder", {"a.md": b"# A\r\n\r\nna\xc3\xafve\r\n", "b/c.py": b"\xef\xbb\xbfprint('c')\n",
-        "b/d.txt": "д 日本\n".encode(), "f/x.txt": b"f\n", "e/x.txt": b"e\n", "c/x.txt": b"c\n", "d/x.txt": b"d\n",
-        "b/package.json": b'{\n  "name": "x"\n}\n', "b/lines.json": b'\n{"text": "one"}\n\n{"text": "two"}\n',
+    """Sorted, each document after an end of text; hidden and binary files are skipped, and
+    counted."""
+    folder = tmp_path / "folder"
+    files = {"a.md": b"# A\r\n\r\nna\xc3\xafve\r\n", "b/c.py": b"\xef\xbb\xbfprint('c')\n",
+        "b/d.txt": "д 日本\n".encode(), "f/x.txt": b"f\n", "e/x.txt": b"e\n", "c/x.txt": b"c\n",
+             "d/x.txt": b"d\n",
+        "b/package.json": b'{\n  "name": "x"\n}\n',
+             "b/lines.json": b'\n{"text": "one"}\n\n{"text": "two"}\n',
         "b/one.json": b'{"name": "y"}', "empty.txt": b"", "b/all.json": b'[{"text": "all"}]',
-        "z.jsonl": b'{"text": "three\\r\\n", "id": 3}\r\n{"id": 4, "text": ""}\n{"text": "\\ud83d\\ude00 \\ud83d"}',
+        "z.jsonl": b'{"text": "three\\r\\n", "id": 3}\r\n{"id": 4, "text": ""}\n{"text": "\\ud83d\\ude00'
+           b' \\ud83d"}',
         "b/picture.png": b"\x89PNG\0\xff\xfe", "old.txt": RUSSIAN.encode("koi8-r"),
         "windows.txt": "old\n".encode("utf-16"), "b/numbers.bin": np.arange(9).tobytes(),
         ".hidden.txt": b"secret", ".git/config": b"secret"}
@@ -120,33 +84,40 @@ def test_a_folder_of_text(tmp_path, vocabulary_here, prepare, vocabulary, V):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
     os.mkfifo(folder / "fifo")
-    expected = ["# A\n\nnaïve\n", "three\n", "\U0001f600 ?", "all", "print('c')\n", "д 日本\n", "one", "two",
+    expected = ["# A\n\nnaïve\n", "three\n", "\U0001f600 ?", "all", "print('c')\n", "д 日本\n", "one",
+                "two",
                 '{"name": "y"}', '{\n  "name": "x"\n}\n', "c\n", "d\n", "e\n", "f\n"]
-    tokens, tokenizer, printed = prepare("folder", "--vocabulary", vocabulary, warns="1 UTF-16 file left out, such as")
+    tokens, tokenizer, printed = prepare("folder", "--vocabulary", vocabulary,
+                                         warns="1 UTF-16 file left out, such as")
     assert text_of(tokens, tokenizer) == "".join(f"{EOT}{document}" for document in expected)
     assert tokens.count(tokenizer.eot) == 14 and tokenizer.eot == len(tokenizer.tokens) - 1
     characters = [letter.encode() for letter in sorted(set("".join(expected)))]
     assert len(tokenizer.tokens) == V or tokenizer.tokens[:-1] == characters
-    assert printed.startswith("14 documents in 13 files; skipped 2 hidden names, 3 binary files, such as ")
-    again = prepare("folder/*.md", "folder", "folder/a.md", "--vocabulary", vocabulary, "--format", "uint16",
-                    warns="1 KOI8-R file left out")
+    assert printed.startswith("14 documents in 13 files; skipped 2 hidden names, 3 binary files,"
+                              " such as ")
+    again = prepare("folder/*.md", "folder", "folder/a.md", "--vocabulary", vocabulary, "--format",
+                    "uint16", warns="1 KOI8-R file left out")
     assert again[0] == tokens, "a file is read once"
 
 
 @pytest.mark.parametrize("vocabulary", ("gpt2", "chars"))
-def test_pieces_and_processes(tmp_path, tiny_shakespeare, vocabulary_here, prepare, monkeypatch, vocabulary):
-    """A long text is tokenized in pieces, by any number of processes, to what tiktoken makes of the whole."""
+def test_pieces_and_processes(tmp_path, tiny_shakespeare, vocabulary_here, prepare, monkeypatch,
+                              vocabulary):
+    """A long text is tokenized in pieces, by any number of processes, to what tiktoken makes of the
+    whole."""
     text = tiny_shakespeare.read_text()[:200000] + "x" * 3000 + "\n \n\n" * 500 + "é"
     (tmp_path / "text").write_text(text)
-    encoding, found = open_vocabulary(vocabulary, text), []
+    encoding = open_vocabulary(vocabulary, text)
+    found = []
     for piece, processes in ((1 << 20, 1), (1000, 1), (1000, 2)):
-        monkeypatch.setattr(prepro_text, "PIECE", piece)
+        monkeypatch.setattr(reading, "PIECE", piece)
         tokens, tokenizer, _ = prepare("text", "--vocabulary", vocabulary, "--processes", processes)
         assert tokens[0] == encoding.eot and text_of(tokens[1:], tokenizer) == text
         found.append(tokens)
     whole, pieces, again = found
     assert whole[1:] == encoding.encode(text) and pieces == again
-    assert len(pieces) - len(whole) <= 8 and pieces[:40000] == whole[:40000], "but for what has no end of a token"
+    assert (len(pieces) - len(whole) <= 8
+            and pieces[:40000] == whole[:40000]), "but for what has no end of a token"
 
 
 def test_validation_is_of_whole_documents_from_all_over(tmp_path, prepare):
@@ -156,39 +127,47 @@ def test_validation_is_of_whole_documents_from_all_over(tmp_path, prepare):
     tokens, tokenizer, _ = prepare("x.jsonl", "--vocabulary", "bytes")
     found = text_of(tokens, tokenizer).split(EOT)[1:]
     begin = next(i for i in range(1, 2000) if found[i] < found[i - 1])  # of validation
-    train, val = found[:begin], found[begin:]
+    train = found[:begin]
+    val = found[begin:]
     assert sorted(found) == texts and train == sorted(train) and val == sorted(val)
-    assert len(text_of(open_tokens("out/x_val.bin", 257).tolist(), tokenizer)) == sum(len(EOT) + len(x) for x in val)
+    assert (len(text_of(open_tokens("out/x_val.bin", 257).tolist(), tokenizer))
+            == sum(len(EOT) + len(x) for x in val))
     where = np.array([int(text[:4]) for text in val])
     assert 190 < len(where) <= 210 and np.diff(where, prepend=0, append=2000).max() < 40
 
 
 def test_a_vocabulary_of_the_text_or_of_a_run(tmp_path, prepare):
-    """bpe:N is what the package tokenizers makes, and says of any text the same; a run's may lack characters."""
+    """bpe:N is what the package tokenizers makes, and says of any text the same; a run's may lack
+    characters."""
     tokenizers = pytest.importorskip("tokenizers")
     (tmp_path / "x.txt").write_text("the cat sat on the mat\n" * 400)
     tokens, tokenizer, _ = prepare("x.txt", "--vocabulary", "bpe:600")
     theirs = tokenizers.Tokenizer.from_file("out/x_tokenizer.json")
     assert tokens[1:] == theirs.encode("the cat sat on the mat\n" * 400).ids
-    assert tokens[0] == tokenizer.eot and len(tokens) < 3000 and text_of(tokens[1:8], tokenizer).startswith("the cat s")
+    assert (tokens[0] == tokenizer.eot and len(tokens) < 3000
+            and text_of(tokens[1:8], tokenizer).startswith("the cat s"))
     _, chars, _ = prepare("x.txt", "--vocabulary", "chars")
     os.mkdir("run")
     shutil.copy("out/x_tokenizer.bin", "run/tokenizer.bin")
     (tmp_path / "y.txt").write_text("the café at the sea\n" * 50)
-    tokens, tokenizer, _ = prepare("y.txt", "--vocabulary", "run", warns="lacks 2 characters of the text, such as"
+    tokens, tokenizer, _ = prepare("y.txt", "--vocabulary", "run",
+                                   warns="lacks 2 characters of the text, such as"
                                    " 'f': of 1000 characters, 100 are lost")
     assert tokenizer == chars and text_of(tokens[1:], chars) == "the ca at the sea\n" * 50
-    pytest.raises(AssertionError, prepare, "y.txt", "--vocabulary", "bpe:x").match("expected bpe:512 or more")
+    pytest.raises(AssertionError, prepare, "y.txt", "--vocabulary",
+                  "bpe:x").match("expected bpe:512 or more")
 
 
 def test_shards_are_the_same_tokens(here, run_here):
-    """--shard_tokens splits the training tokens into shards of one size; one of an earlier run is no part of them."""
+    """--shard_tokens splits the training tokens into shards of one size; one of an earlier run is
+    no part of them."""
     (here / "text").write_text("".join(f"{i} lines, and\n" for i in range(7000))[:100000])
     command = prepro_text, "text", "--vocabulary", "bytes", "--format", "uint16", "--output"
 
     def tokens(output, *flags):
         run_here(*command, output, *flags)
-        return [[open_tokens(str(path), 257).tolist() for path in sorted(here.glob(f"{output}_{split}*.bin"))]
+        return [[open_tokens(str(path), 257).tolist()
+                 for path in sorted(here.glob(f"{output}_{split}*.bin"))]
                 for split in ("train", "val")]
 
     (train,), val = tokens("one")
@@ -196,30 +175,39 @@ def test_shards_are_the_same_tokens(here, run_here):
     assert sum(shards, []) == train and val_again == val
     assert [len(shard) for shard in shards] == [22501, 22500, 22500, 22500]
     assert sorted(path.name for path in here.glob("x_*")) == [
-        "x_tokenizer.bin", *(f"x_train_{number:06d}.bin" for number in range(4)), "x_val_000000.bin"]
-    run_here(*command, "x", "--shard_tokens", 50000, fails=("x_train_000002.bin", "2 shards", "remove it"))
+        "x_tokenizer.bin", *(f"x_train_{number:06d}.bin" for number in range(4)),
+        "x_val_000000.bin"]
+    run_here(*command, "x", "--shard_tokens", 50000,
+             fails=("x_train_000002.bin", "2 shards", "remove it"))
     assert tokens("x", "--shard_tokens", 30000) == [shards, val]
 
 
 @pytest.mark.parametrize("name, data, words, flags", (
-    ("empty.txt", b"", "empty.txt.*no text in 1 file", ""), ("w", b"\xff\xfeH\0", "iconv -f utf-16", ""),
+    ("empty.txt", b"", "empty.txt.*no text in 1 file", ""),
+    ("w", b"\xff\xfeH\0", "iconv -f utf-16", ""),
     ("latin.txt", b"x" * 2500 + b"caf\xe9 ", "latin.txt.*not UTF-8.*byte 2503", ""),
-    ("x.gz", b"\x1f\x8b", "gunzip", ""), ("short.txt", b"a", "2 tokens of text.*--val_fraction", ""),
+    ("x.gz", b"\x1f\x8b", "gunzip", ""),
+    ("short.txt", b"a", "2 tokens of text.*--val_fraction", ""),
     ("c.json", b'[{"text": "c"},', "not JSON.*--field ''", ""),
     ("c", b'{"story": "c"}\n{"story": "d"}\n', "c:1.*text in story.*--field NAME.*--field ''", ""),
     ("c.txt", b'{"text": "c"}\n{"text": "d"}\n{"text": 1}\n', "c.txt:3.*text in no field", ""),
-    ("a.jsonl", b'{"text": "a"}\n{"story": "b"}\n', "a.jsonl:2.*'text'.*found text in story.*--field NAME", ""),
+    ("a.jsonl", b'{"text": "a"}\n{"story": "b"}\n',
+     "a.jsonl:2.*'text'.*found text in story.*--field NAME", ""),
     ("c.jsonl", b'{"text": "a"}\nnot JSON\n', "c.jsonl:2.*found 'not JSON': mend or", ""),
     ("d.jsonl", b'{"text": "a"}\n', "d.jsonl:1.*'story'", "--field story"),
-    ("a.txt", TEXT, "none.txt.*no such file", "none.txt"), ("a.txt", TEXT, "*.none.*no file", "*.none"),
-    ("f.txt", TEXT, "char/tokenizer.json: no such file.*gpt2, bytes, chars, a run or", "--vocabulary char"),
+    ("a.txt", TEXT, "none.txt.*no such file", "none.txt"),
+    ("a.txt", TEXT, "*.none.*no file", "*.none"),
+    ("f.txt", TEXT, "char/tokenizer.json: no such file.*gpt2, bytes, chars, a run or",
+     "--vocabulary char"),
     ("j_train.bin", TEXT, "j_train.bin.*another --output", "--output j")),
     ids=lambda value: value if isinstance(value, str) else "")
-def test_text_that_is_refused(here, vocabulary_here, run_here, monkeypatch, name, data, words, flags):
-    monkeypatch.setattr(prepro_text, "PIECE", 1000)
+def test_text_that_is_refused(here, vocabulary_here, run_here, monkeypatch, name, data, words,
+                              flags):
+    monkeypatch.setattr(reading, "PIECE", 1000)
     (here / name).write_bytes(data)
     flags = flags.split()
-    run_here(prepro_text, "--output", "out/x", *([] if "." in flags else [name]), *flags, fails=words.split(".*"))
+    run_here(prepro_text, "--output", "out/x", *([] if "." in flags else [name]), *flags,
+             fails=words.split(".*"))
     assert not list(here.glob("out/*")) and (here / name).read_bytes() == data
 
 
@@ -325,9 +313,10 @@ def test_numpy_alone_is_enough_for_own_text(tmp_path):
         (tmp_path / path.name).symlink_to(path)
 
     def run(program, *flags):
-        command = [sys.executable, "-S", ROOT / program, *map(str, flags)]  # -S: without the packages installed here
-        return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path, text=True,
-                              capture_output=True)
+        # -S: without the packages installed here
+        command = [sys.executable, "-S", ROOT / program, *map(str, flags)]
+        return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+                              cwd=tmp_path, text=True, capture_output=True)
 
     (tmp_path / "x.jsonl").write_text(1000 * (json.dumps({"text": 4 * "ääöü\n"}) + "\n"))
     (tmp_path / "x.log").write_text("s:0 trl:4.1\n")
@@ -337,163 +326,54 @@ def test_numpy_alone_is_enough_for_own_text(tmp_path):
             run("evaluate.py", "run", "--data", "x", "--tokens", 500),
             run("export_weights.py", "--model", "run", "--output_dir", "out", "--debug_state", 0)]
     assert [(program.returncode, program.stderr) for program in done] == 5 * [(0, "")]
-    assert "vocabulary of 5 tokens" in done[0].stdout and "tokenizer=x_tokenizer.bin" in done[1].stdout
+    assert ("vocabulary of 5 tokens" in done[0].stdout
+            and "tokenizer=x_tokenizer.bin" in done[1].stdout)
     for sample in done[1].stdout.split("---\n")[1], done[2].stdout:
-        assert len(re.findall("[äöü]", sample)) > 5 and not set(sample) - set("äöü\n\ufffd<|endoftext|>")
+        assert (len(re.findall("[äöü]", sample)) > 5
+                and not set(sample) - set("äöü\n\ufffd<|endoftext|>"))
     assert "bits per byte" in done[3].stdout
-    for command, missing in (("prepro_text.py x.jsonl", "tiktoken"), ("prepro_tinyshakespeare.py", "requests"),
-                             ("dev/plot_log.py x.log", "matplotlib"), ("export_weights.py", "huggingface_hub")):
+    for command, missing in (("prepro_text.py x.jsonl", "tiktoken"),
+                             ("prepro_tinyshakespeare.py", "requests"),
+                             ("dev/plot_log.py x.log", "matplotlib"),
+                             ("export_weights.py", "huggingface_hub")):
         assert_one_line_error(run(*command.split()), f"pip install {missing}")
+
+
+# --------------------------------------------------------------------------------------------------
+# FineWeb
+
+
+def test_parquet(here, run_here, monkeypatch):
+    """A row is a document, of the column that --field names; in a folder, too."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = ["One. ", "", None, "Two\r\nlines. ", "Three. "]
+    (here / "texts").mkdir()
+    parquet.write_table(pyarrow.table({"id": range(5), "page": texts}), "texts/some.data",
+                        row_group_size=2)
+    command = prepro_text, "--vocabulary", "bytes", "--output", "x", "--val_fraction", 0.3
+    done = run_here(*command, "texts", "--field", "page")
+    assert done.stdout.startswith("3 documents in 1 file\n")
+    tokens = np.concatenate([open_tokens(f"x_{split}.bin", 257) for split in ("train", "val")])
+    documents = np.split(tokens, np.flatnonzero(tokens == 256))[1:]
+    assert (sorted(bytes(ids[1:].tolist()) for ids in documents)
+            == [b"One. ", b"Three. ", b"Two\nlines. "])
+    run_here(*command, "texts/some.data",
+             fails=("some.data: has columns id, page", "'text'", "--field NAME"))
+    run_here(*command, "texts/some.data", "--field", "id", fails=("some.data: row 1: expected",))
+    Path("cut.parquet").write_bytes(Path("texts/some.data").read_bytes()[:-9])
+    run_here(*command, "cut.parquet", fails=("cut.parquet: not a Parquet file",))
 
 
 def test_pystdlib(prepare, monkeypatch):
     """The source code up to its limit, here a smaller one, and the English of one package."""
     monkeypatch.setattr(pystdlib, "LIMIT", 1_000_000)
     tokens, _, printed = prepare("--format", "uint16", program=pystdlib)
-    assert printed.startswith("Saved 65536 tokens to out/x_val.bin\nSaved 934464 tokens to out/x_train.bin\n")
+    assert printed.startswith("Saved 65536 tokens to out/x_val.bin\nSaved 934464 tokens to"
+                              " out/x_train.bin\n")
     assert len(tokens) == 1_000_000 and tokens[934464] == 256
     assert b"def __init__(self" in bytes(token for token in tokens if token != 256)
-    monkeypatch.setattr(pystdlib.sysconfig, "get_path", lambda name: str(Path(asyncio.__file__).parent))
+    monkeypatch.setattr(pystdlib.sysconfig, "get_path",
+                        lambda name: str(Path(asyncio.__file__).parent))
     text = text_of(*prepare("--prose", program=pystdlib)[:2])
     assert len(text) > 20_000 and text.isascii() and "event loop" in text and "    def " not in text
-
-
-def test_tinystories(here, vocabulary_here, run_here, use_hub):
-    """Of a folder with shards; and of a hub's archive, then of its cache."""
-    (here / "shards").mkdir()
-    expected, encoding = [], open_vocabulary("gpt2").encoding  # expected: tokens of each shard
-    for shard in range(3):
-        stories = [f" Shard {shard}, story {i}. The end.\n" for i in range(5)]
-        records = [{"story": story, "source": "x"} for story in stories]
-        (here / "shards" / f"data{shard:02d}.json").write_text(json.dumps(records))
-        random.Random((1337, 1337, 1338)[shard]).shuffle(stories)  # llm.c's: each split begins anew
-        expected.append([token for story in stories for token in [50256, *encoding.encode_ordinary(story.strip())]])
-    with tarfile.open("archive", "w:gz") as archive:
-        archive.add("shards", "")
-    command = tinystories, "--input", "shards", "--format", "uint16", "--output"
-    for processes in (1, 2):
-        run_here(*command, f"ts{processes}", "--processes", processes)
-        val, train = (open_tokens(f"ts{processes}_{split}.bin", 50257).tolist() for split in ("val", "train"))
-        assert [val, train] == [expected[0], expected[1] + expected[2]]
-        assert len(read_tokenizer(f"ts{processes}_tokenizer.bin").tokens) == 50257
-    (here / "shards" / "data01.json").write_text('[{"title": "no story"}]')
-    run_here(*command, "bad", "--processes", 1, fails=("data01.json", "'story'"))
-    assert not list(here.glob("bad_*"))
-    files = {"TinyStories_all_data.tar.gz": (here / "archive").read_bytes()}
-    pages = hub_pages("datasets/roneneldan/TinyStories", files)
-    for output, home, online, fails in (("ts", "home", True, ()), ("again", "home", False, ()),
-                                        ("other", "home2", False, ("TinyStories_all_data.tar.gz", "--input DIR"))):
-        with Server(pages) as server:
-            use_hub(server.url if online else None, here / home)
-            run_here(tinystories, "--processes", 1, "--output", output, fails=fails)
-        assert fails or open_tokens(f"{output}_val.bin", 50257).tolist() == expected[0]
-
-
-def test_a_killed_worker_is_noticed():
-    pytest.raises(UserError, list, common.in_processes(os._exit, [1], 2)).match("--processes 2: .* killed")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# FineWeb
-
-NAMES = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 60))]
-
-
-def files_seen(server):
-    """[(name, first byte)] of the hub's files that were downloaded."""
-    return [(path.partition("/resolve/main/")[2], first) for method, path, first in server.seen
-            if method == "GET" and "/resolve/" in path]
-
-
-def Hub(files, hashes=None, repository="kjj0/fineweb10B-gpt2"):
-    return Server(hub_pages(f"datasets/{repository}", files, hashes))
-
-
-def make_shards(prefix, counts, directory):
-    files = {}
-    for i, count in enumerate(counts):
-        tokens = np.random.default_rng(i).integers(0, 50257, count)
-        write_tokens(directory / "shard", [tokens], count, "uint16")
-        files[f"{prefix}_{'train' if i else 'val'}_{i:06d}.bin"] = (directory / "shard").read_bytes()
-    return files
-
-
-@pytest.fixture
-def fetch(here, vocabulary_here, monkeypatch, run_here, use_hub):
-    """fetch(hub, flag, ..., fails=words of its error): the program; huggingface_hub tries again without waiting."""
-    def run(server, *flags, fails=()):
-        use_hub(server if isinstance(server, str) else server.url, here / "home")
-        return run_here(fineweb, *flags, fails=fails)
-
-    monkeypatch.setattr(download.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(download.constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)
-    monkeypatch.setattr(fineweb.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
-    return run
-
-
-@pytest.mark.parametrize("flags, repository, theirs, directory, ours", (
-    ([], "kjj0/fineweb10B-gpt2", "fineweb", "data/fineweb10B", "fineweb"),
-    (["--size", "100B", "--edu"], REPOSITORIES[True, "100B"], "finewebedu", "data/edu_fineweb100B", "edu_fineweb"),
-    (["--size", "100B", "--output", "here"], REPOSITORIES[False, "100B"], "fineweb", "here", "fineweb")))
-def test_ready_made_shards(tmp_path, fetch, flags, repository, theirs, directory, ours):
-    """With llm.c's names: one to validate and the first N others; more later; what is there and whole is kept."""
-    files, folder = make_shards(theirs, [3000, 5000, 4000, 70], tmp_path), tmp_path / directory
-    expected = {f"{ours}_{name.partition('_')[2]}": data for name, data in files.items()}
-    there, here = list(files), list(expected)
-    with Hub(files, repository=repository) as server:
-        assert fetch(server, *flags, "--shards", 1).stdout == (
-            f"{repository}: 2 shards, 2 to download, about 0.0 GB to write; {directory} has 1000.0 GB free\n"
-            f"Saved 3000 tokens to {directory}/{here[0]}\nSaved 5000 tokens to {directory}/{here[1]}\n")
-        (folder / here[1]).write_bytes(b"cut short")
-        assert "4 shards, 3 to download" in fetch(server, *flags).stdout
-        assert {path.name: path.read_bytes() for path in folder.glob("*_0*")} == expected
-        assert len(read_tokenizer(folder / f"{ours}_tokenizer.bin").tokens) == 50257
-        assert "4 shards, 0 to download" in fetch(server, *flags).stdout and len(list(folder.iterdir())) == 5
-        assert [name for name, _ in files_seen(server)] == there[:2] + there[1:]
-
-
-def test_a_connection_that_breaks_goes_on_where_it_was(tmp_path, fetch, monkeypatch):
-    """And where the server stays away, whole shards stay, with which the same command goes on."""
-    files, folder = make_shards("fineweb", [100, 200, 400000], tmp_path), tmp_path / "data" / "fineweb10B"
-    with Hub(files) as server:
-        fetch(server, "--shards", 1)
-        server.cuts = 10**6
-        fetch(server, fails=(NAMES[2], "the download failed", "the same command"))
-        assert {path.name: path.read_bytes() for path in folder.glob("*_0*")} == dict(list(files.items())[:2])
-        server.seen, server.cuts, server.after = [], 3, 300000
-        assert "3 shards, 1 to download" in fetch(server).stdout
-        assert [first for _, first in files_seen(server)] == [0, 4 << 16, 8 << 16], "not from the start again"
-        assert (folder / NAMES[2]).read_bytes() == files[NAMES[2]] and not (folder / ".download").exists()
-        monkeypatch.setattr(fineweb.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-        fetch(server, "--output", "other", fails=("other", "0.0 GB free", "--shards N", "--output"))
-    fetch("http://127.0.0.1:9", fails=("kjj0/fineweb10B-gpt2: cannot be listed", "refused"))
-
-
-def test_what_is_not_what_the_hub_says_is_refused(tmp_path, fetch):
-    files = make_shards("fineweb", [100, 200], tmp_path)
-    for hub, words in ((Hub(files, {NAMES[0]: "0" * 64}), (NAMES[0], "SHA-256", "expected 0000")),
-            (Hub({**files, NAMES[0]: files[NAMES[0]][:-2]}), (NAMES[0], "cut short")),
-            (Hub({**files, NAMES[0]: np.int32(50257).tobytes()}), (NAMES[0], "token id 50257")),
-            (Hub({"fineweb_000000.npy": b"another kind"}), ("holds no shards",)),
-            (Hub(files, repository="somebody/else"), ("kjj0/fineweb10B-gpt2: cannot be listed", "404"))):
-        with hub as server:
-            fetch(server, fails=words)
-    assert not list((tmp_path / "data" / "fineweb10B").glob("*_0*"))
-
-
-def test_parquet(here, run_here, monkeypatch):
-    """A row is a document, of the column that --field names; in a folder, too."""
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    texts = ["One. ", "", None, "Two\r\nlines. ", "Three. "]
-    (here / "texts").mkdir()
-    parquet.write_table(pyarrow.table({"id": range(5), "page": texts}), "texts/some.data", row_group_size=2)
-    command = prepro_text, "--vocabulary", "bytes", "--output", "x", "--val_fraction", 0.3
-    done = run_here(*command, "texts", "--field", "page")
-    assert done.stdout.startswith("3 documents in 1 file\n")
-    tokens = np.concatenate([open_tokens(f"x_{split}.bin", 257) for split in ("train", "val")])
-    documents = np.split(tokens, np.flatnonzero(tokens == 256))[1:]
-    assert sorted(bytes(ids[1:].tolist()) for ids in documents) == [b"One. ", b"Three. ", b"Two\nlines. "]
-    run_here(*command, "texts/some.data", fails=("some.data: has columns id, page", "'text'", "--field NAME"))
-    run_here(*command, "texts/some.data", "--field", "id", fails=("some.data: row 1: expected",))
-    Path("cut.parquet").write_bytes(Path("texts/some.data").read_bytes()[:-9])
-    run_here(*command, "cut.parquet", fails=("cut.parquet: not a Parquet file",))

@@ -1,4 +1,5 @@
-"""export_weights.py: weights to and from Hugging Face, checked by `transformers`; its files, flags and faults."""
+"""export_weights.py: weights to and from Hugging Face, checked by `transformers`; its files, flags
+and faults."""
 
 import functools
 import hashlib
@@ -106,22 +107,28 @@ def test_the_newest_model_of_a_run_and_its_end_of_text(tmp_path, run_here):
 
 @pytest.mark.parametrize("vocabulary", ("gpt2", "bytes", "chars"))
 def test_export_with_a_tokenizer(tmp_path, run_here, vocabulary_here, vocabulary):
-    """transformers makes our ids of a text, and the text of them. Of another vocabulary, our file alone goes along."""
+    """transformers makes our ids of a text, and the text of them. Of another vocabulary, our file
+    alone goes along."""
     text = "".join(map(chr, range(1, 400))) + "naïve \t日本 \U0001f600  two  \n\n's\r\n"
-    encoding, model = open_vocabulary(vocabulary, text), tmp_path / "model.bin"
-    config = Config(maxT=16, V=len(encoding.tokens), L=1, NH=1, C=8, Vp=padded(len(encoding.tokens)))
+    encoding = open_vocabulary(vocabulary, text)
+    model = tmp_path / "model.bin"
+    config = Config(maxT=16, V=len(encoding.tokens), L=1, NH=1, C=8,
+                    Vp=padded(len(encoding.tokens)))
     write_model(model, config, random_params(config))
     save_vocabulary(tmp_path / "tokenizer.bin", encoding)
     done = run_here(e, "--to_hf", model, tmp_path / "hf")
-    files = ("tokenizer.bin, vocab.json, merges.txt, tokenizer_config.json" if vocabulary == "gpt2" else
+    files = ("tokenizer.bin, vocab.json, merges.txt, tokenizer_config.json" if vocabulary == "gpt2"
+             else
              "tokenizer.json, tokenizer_config.json, tokenizer.bin")
     assert done.stdout == f"wrote model.safetensors, {files}, config.json to {tmp_path}/hf\n"
-    assert (tmp_path / "hf" / "tokenizer.bin").read_bytes() == (tmp_path / "tokenizer.bin").read_bytes()
+    assert ((tmp_path / "hf" / "tokenizer.bin").read_bytes()
+            == (tmp_path / "tokenizer.bin").read_bytes())
     again = run_here(e, "--to_hf", model, tmp_path / "hf").stdout
     assert again == f"{done.stdout.strip()}; replaced model.safetensors, {files}, config.json\n"
     shutil.copytree(tmp_path / "hf", tmp_path / "other")
     (tmp_path / "other" / "pytorch_model.bin").touch()
-    run_here(e, "--to_hf", model, tmp_path / "other", fails=("other: has another model's pytorch_model.bin",))
+    run_here(e, "--to_hf", model, tmp_path / "other",
+             fails=("other: has another model's pytorch_model.bin",))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     ids = tokenizer.encode(text)
     assert ids == encoding.encode(text) and tokenizer.decode(ids) == text
@@ -130,10 +137,12 @@ def test_export_with_a_tokenizer(tmp_path, run_here, vocabulary_here, vocabulary
     assert tokenizer.model_max_length == 16
     tokens = read_tokenizer(tmp_path / "tokenizer.bin").tokens
     write_tokenizer(tmp_path / "tokenizer.bin", [b"two", *tokens[1:]], encoding.eot)
-    run_here(e, "--to_hf", model, tmp_path / "hf", fails=(f"{tmp_path}/hf: has another vocabulary's", "tokenizer.bin"))
+    run_here(e, "--to_hf", model, tmp_path / "hf",
+             fails=(f"{tmp_path}/hf: has another vocabulary's", "tokenizer.bin"))
     if vocabulary != "gpt2":
         run_here(e, "--to_hf", model, tmp_path / "without")
-        assert sorted(os.listdir(tmp_path / "without")) == ["config.json", "model.safetensors", "tokenizer.bin"]
+        assert (sorted(os.listdir(tmp_path / "without"))
+                == ["config.json", "model.safetensors", "tokenizer.bin"])
     (tmp_path / "tokenizer.bin").unlink()  # V does not say which it is
     assert "tokenizer.bin: no such file" in run_here(e, "--to_hf", model, tmp_path / "none").stderr
     assert sorted(os.listdir(tmp_path / "none")) == ["config.json", "model.safetensors"]
@@ -141,7 +150,8 @@ def test_export_with_a_tokenizer(tmp_path, run_here, vocabulary_here, vocabulary
 
 def test_pretrained_from_a_hub_then_from_its_cache(tmp_path, run_here, use_hub):
     hf_model(V=257).save_pretrained(tmp_path / "repository")
-    command, model = (e, "--output_dir", tmp_path / "out"), tmp_path / "out" / "gpt2_124M.bin"
+    command = (e, "--output_dir", tmp_path / "out")
+    model = tmp_path / "out" / "gpt2_124M.bin"
     files = {path.name: path.read_bytes() for path in (tmp_path / "repository").iterdir()}
     with Server(hub_pages("openai-community/gpt2", files)) as server:
         use_hub(server.url, tmp_path / "home")
@@ -158,8 +168,10 @@ def test_pretrained_from_a_hub_then_from_its_cache(tmp_path, run_here, use_hub):
 
 @pytest.fixture
 def export(workplace, run_here):
-    """Run export_weights.py, with random tokens for a batch: export(flag, value, ...) writes to tmp_path/out."""
-    return functools.partial(run_here, e, "--model", "d2", "--vocabulary", "bytes", "--output_dir", "out")
+    """Run export_weights.py, with random tokens for a batch: export(flag, value, ...) writes to
+    tmp_path/out."""
+    return functools.partial(run_here, e, "--model", "d2", "--vocabulary", "bytes", "--output_dir",
+                             "out")
 
 
 def test_random_model_files(tmp_path, export, run_here):
@@ -167,55 +179,70 @@ def test_random_model_files(tmp_path, export, run_here):
     output = export().stdout
     names = ["bytes_tokenizer.bin", "gpt2_d2.bin", "gpt2_d2_bf16.bin", "gpt2_d2_debug_state.bin"]
     first = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert sorted(first) == names and output.count("iteration ") == 10 and "generating:\n---\n" in output
+    assert (sorted(first) == names and output.count("iteration ") == 10
+            and "generating:\n---\n" in output)
     config, params = read_model(tmp_path / "out" / "gpt2_d2.bin", GPT2)
     assert config == Config(L=2, NH=2, C=128, V=257, Vp=384, maxT=1024)
     assert np.array_equal(flat(params), flat(random_model("d2", 257)[1])), "the weights of -e d2"
-    for tensor, spread in ((params.wte[:257], 0.02), (params.fcprojw, 0.01), (params.attprojw, 0.01)):
+    for tensor, spread in ((params.wte[:257], 0.02), (params.fcprojw, 0.01),
+                           (params.attprojw, 0.01)):
         assert tensor.std() == pytest.approx(spread, rel=0.02)
     assert (params.ln1w == 1).all() and not params.fcb.any() and not params.wte[257:].any()
     bf16_config, bf16 = read_model(tmp_path / "out" / "gpt2_d2_bf16.bin", GPT2)
-    assert bf16_config == config and np.array_equal(flat(bf16), bf16_to_float32(bf16_bits(flat(params))))
+    assert (bf16_config == config
+            and np.array_equal(flat(bf16), bf16_to_float32(bf16_bits(flat(params)))))
     for one in (bf16, params):  # one model in two precisions
         state = read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, one)
     assert state.x.shape == (4, 64) and state.optimizer == ADAMW
-    assert [f"{loss:.6f}" for loss in state.losses] == re.findall(r"^iteration .*, loss: (\S+),", output, re.MULTILINE)
+    assert ([f"{loss:.6f}" for loss in state.losses]
+            == re.findall(r"^iteration .*, loss: (\S+),", output, re.MULTILINE))
     export()
-    assert first == {name: (tmp_path / "out" / name).read_bytes() for name in names}, "the same command, the same files"
+    assert first == {name: (tmp_path / "out" / name).read_bytes()
+                     for name in names}, "the same command, the same files"
     path = tmp_path / "out" / "gpt2_d2_bf16.bin"
-    run_here(e, "--model", path, "--output_dir", "out", fails=("of version 5", "would become version 3"))
+    run_here(e, "--model", path, "--output_dir", "out",
+             fails=("of version 5", "would become version 3"))
     assert path.read_bytes() == first[path.name]
 
 
 def test_files_for_llm_c_of_april_2024(tmp_path, export, vocabulary_here):
-    """Its program reads version 1 of all, knows no bfloat16, and stops at another version of a tokenizer."""
-    export("--llmc", "april2024", "--vocabulary", "gpt2", "--num_iterations", 1, "--compile", 1)  # the last: harmless
+    """Its program reads version 1 of all, knows no bfloat16, and stops at another version of a
+    tokenizer."""
+    # the last: harmless
+    export("--llmc", "april2024", "--vocabulary", "gpt2", "--num_iterations", 1, "--compile", 1)
     names = ["gpt2_d2.bin", "gpt2_d2_debug_state.bin", "gpt2_tokenizer.bin"]
     assert sorted(os.listdir(tmp_path / "out")) == names
     assert [int(np.fromfile(tmp_path / "out" / name, "<i4", 2)[1]) for name in names] == [1, 1, 1]
     found = hashlib.sha256((tmp_path / "out" / "gpt2_tokenizer.bin").read_bytes()).hexdigest()
     assert found == "72c44782644dccc955e1b775d0d7552a594bbb54bfc6141e31373324d486956d"
-    assert read_tokenizer(tmp_path / "out" / "gpt2_tokenizer.bin").tokens == open_vocabulary("gpt2").tokens
+    assert (read_tokenizer(tmp_path / "out" / "gpt2_tokenizer.bin").tokens
+            == open_vocabulary("gpt2").tokens)
 
 
 @pytest.mark.parametrize("flags", (
-    ("--dtype", "bfloat16"), ("--flash", 1), ("--inference_only", 1), ("--batch_size", 2, "--sequence_length", 32)))
+    ("--dtype", "bfloat16"), ("--flash", 1), ("--inference_only", 1),
+    ("--batch_size", 2, "--sequence_length", 32)))
 def test_benchmark_flags(tmp_path, export, flags):
     def losses_of(*flags):
         output = export("--write_tensors", 0, "--num_iterations", 3, *flags).stdout
-        return [float(loss) for loss in re.findall(r"^iteration .*, loss: (\S+),", output, re.MULTILINE)]
+        return [float(loss)
+                for loss in re.findall(r"^iteration .*, loss: (\S+),", output, re.MULTILINE)]
 
     losses = losses_of(*flags)
     assert "--flash" not in flags or np.allclose(losses, losses_of(), rtol=0, atol=1e-5)
     assert len(losses) == 3 and not (tmp_path / "out").exists()
-    assert losses[0] == losses[2] if "--inference_only" in flags else losses[0] > losses[1] > losses[2]
+    assert (losses[0] == losses[2] if "--inference_only" in flags
+            else losses[0] > losses[1] > losses[2])
 
 
 @pytest.mark.parametrize("flags, words", (
-    (("--dtype", "bfloat16"), "--dtype bfloat16.*--write_tensors 0"), (("--num_iterations", -1), "--num_iterations -1"),
+    (("--dtype", "bfloat16"), "--dtype bfloat16.*--write_tensors 0"),
+    (("--num_iterations", -1), "--num_iterations -1"),
     (("--llmc", "april2024"), "--llmc april2024.*50256.*256 in this vocabulary"),
-    (("--sequence_length", 2000), "2000.*1024"), (("--to_hf", "none.bin", "hf"), "--model d2.*--to_hf"),
-    (("--model", "d3"), "--model d3.*d12"), (("--output_dir", "data/tiny_shakespeare_val.bin/x"), "val.bin/x"),
+    (("--sequence_length", 2000), "2000.*1024"),
+    (("--to_hf", "none.bin", "hf"), "--model d2.*--to_hf"),
+    (("--model", "d3"), "--model d3.*d12"),
+    (("--output_dir", "data/tiny_shakespeare_val.bin/x"), "val.bin/x"),
     (("--device", "cuda:77", "--write_tensors", 0), "--device cuda:77"),
     (("--input", "none.bin"), "none.bin.*python prepro_text.py")))
 def test_faults(tmp_path, export, flags, words):
@@ -223,26 +250,31 @@ def test_faults(tmp_path, export, flags, words):
     assert not list(tmp_path.glob("*/gpt2_*"))
 
 
-@pytest.mark.parametrize("words, damage", (("config.json", lambda folder: (folder / "config.json").unlink()),
+@pytest.mark.parametrize("words, damage",
+                         (("config.json", lambda folder: (folder / "config.json").unlink()),
     ("model.safetensors", lambda folder: (folder / "model.safetensors").unlink()),
     ("not a safetensors file", lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100)),
-    ("activation_function is 'relu'", {"activation_function": "relu"}), ("divisible by NH=7", {"n_head": 7}),
+    ("activation_function is 'relu'", {"activation_function": "relu"}),
+                          ("divisible by NH=7", {"n_head": 7}),
     ("model_type is 'bert'", {"model_type": "bert"}), ("h.2.ln_1.weight is missing", {"n_layer": 3}),
     ("wpe.weight has shape .* expected .* from config.json", {"n_positions": 41}),
-    ("tensor ln_f.scale and 1 more would", {"transformer.ln_f.scale": torch.zeros(1), "score": torch.ones(1)}),
-    ("config.json: not the configuration", lambda folder: (folder / "config.json").write_text("[" * 9999)),
+    ("tensor ln_f.scale and 1 more would",
+ {"transformer.ln_f.scale": torch.zeros(1), "score": torch.ones(1)}),
+    ("config.json: not the configuration",
+ lambda folder: (folder / "config.json").write_text("[" * 9999)),
     *(("n_layer is .*from 1 to 2.31 - 1", {"n_layer": value})
-      for value in (0, -1, 1 << 80, 10**400, 2.5, 1e300, "2")),
+    for value in (0, -1, 1 << 80, 10**400, 2.5, 1e300, "2")),
     ("n_layer is 'x.{0,60}, expected", {"n_layer": "x" * 5000}),
     ("describes a model of", {"n_layer": 10**9}), ("not the configuration", {"n_layer": np.inf}),
     ("not the configuration",
-     lambda folder: (folder / "config.json").write_text(f'{{"n_layer": 1{"0" * 9999}}}')),
+    lambda folder: (folder / "config.json").write_text(f'{{"n_layer": 1{"0" * 9999}}}')),
     ("lm_head.weight differs", {"lm_head.weight": torch.zeros(50, 48)}),
     ("NaN", {"transformer.ln_f.bias": torch.full((48,), torch.nan)})))
 def test_hugging_face_folder_faults(tmp_path, hf_folder, words, damage):
     """damage: a function of the folder, settings that config.json has instead, or tensors."""
     shutil.copytree(hf_folder, tmp_path, dirs_exist_ok=True)
-    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    config = tmp_path / "config.json"
+    weights = tmp_path / "model.safetensors"
     if callable(damage):
         damage(tmp_path)
     elif "." in next(iter(damage)):

@@ -1,4 +1,5 @@
-"""What bad input gets: one line that names the file or flag, exit status 1, nothing half-written and nothing lost."""
+"""What bad input gets: one line that names the file or flag, exit status 1, nothing half-written
+and nothing lost."""
 
 import dataclasses
 import os
@@ -47,18 +48,21 @@ def patch_header(path, **fields):
 
 FILES = {  # name: what makes it
     **dict.fromkeys(("gpt2_124M.bin", "gpt2_tokenizer.bin"), "python export_weights.py"),
-    **{f"data/tiny_shakespeare_{split}.bin": "python prepro_tinyshakespeare.py" for split in ("train", "val")}}
+    **{f"data/tiny_shakespeare_{split}.bin": "python prepro_tinyshakespeare.py"
+       for split in ("train", "val")}}
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ("missing", "directory", "empty", "another kind", "unreadable"))
 def test_input_files(workplace, name, damage, train):
-    path, mend = workplace / name, FILES[name]
+    path = workplace / name
+    mend = FILES[name]
     content = path.read_bytes()
     path.unlink()
     {"missing": lambda: None, "directory": path.mkdir, "empty": path.touch,
      "another kind": lambda: path.write_bytes(np.int32(OPTIMIZER_MAGIC).tobytes() + content[4:]),
-     "unreadable": lambda: path.symlink_to(path)}[damage]()  # by a link to itself, which not even root can read
+     # by a link to itself, which not even root can read
+     "unreadable": lambda: path.symlink_to(path)}[damage]()
     if damage == "missing" and "tokenizer" in name:
         warning = train(check=True).stderr
         assert "warning" in warning and name in warning and mend in warning
@@ -73,11 +77,14 @@ def test_input_files(workplace, name, damage, train):
 
 
 def test_files_of_another_size_and_weights_that_are_not_finite(workplace):
-    model_path, state_path = workplace / "gpt2_124M.bin", workplace / "state.bin"
+    model_path = workplace / "gpt2_124M.bin"
+    state_path = workplace / "state.bin"
     write_debug_state(state_path, SMALL, make_state(random_params(SMALL)))
-    pytest.raises(UserError, read_debug_state, state_path, SMALL, random_params(SMALL, 1)).match("another model")
+    pytest.raises(UserError, read_debug_state, state_path, SMALL,
+                  random_params(SMALL, 1)).match("another model")
     for path, read in ((model_path, lambda: read_model(model_path, GPT2)),
-                       (state_path, lambda: read_debug_state(state_path, SMALL, random_params(SMALL)))):
+                       (state_path,
+                        lambda: read_debug_state(state_path, SMALL, random_params(SMALL)))):
         data = path.read_bytes()
         for size in (1, 3, 1023, 1024, len(data) // 2, len(data) - 1, len(data) + 1):
             path.write_bytes((data + b"x")[:size])
@@ -85,7 +92,8 @@ def test_files_of_another_size_and_weights_that_are_not_finite(workplace):
     for bits in (0x7FC00000, 0x7F800000):  # NaN, infinity
         write_model(model_path, SMALL, random_params(SMALL))
         patch_header(model_path, h300=bits)
-        pytest.raises(UserError, read_model, model_path, GPT2).match(f"{model_path}: tensor wte holds NaN or infinite")
+        pytest.raises(UserError, read_model, model_path,
+                      GPT2).match(f"{model_path}: tensor wte holds NaN or infinite")
 
 
 def test_what_is_beyond_a_file_s_first_chunk(here, monkeypatch):
@@ -110,7 +118,11 @@ def test_what_is_beyond_a_file_s_first_chunk(here, monkeypatch):
 def test_a_checkpoint_s_files_are_on_the_disk_in_their_order(workplace, train, monkeypatch):
     """Each is complete on the disk before it has its name. The marker is the last one, and is the
     first to be deleted."""
-    synced, calls, fsync, replace, unlink = [], [], os.fsync, os.replace, os.unlink
+    synced = []
+    calls = []
+    fsync = os.fsync
+    replace = os.replace
+    unlink = os.unlink
 
     def noted_fsync(descriptor):
         fsync(descriptor)
@@ -131,7 +143,8 @@ def test_a_checkpoint_s_files_are_on_the_disk_in_their_order(workplace, train, m
         patch.setattr(os, "replace", noted_replace)
         patch.setattr(os, "unlink", noted_unlink)
         train("-x", 2, "-n", 1, "-nk", 1, "-o", "run", check=True)
-    (model, state, marker), second = checkpoint_paths("", 1), checkpoint_paths("", 2)
+    model, state, marker = checkpoint_paths("", 1)
+    second = checkpoint_paths("", 2)
     assert [call for call in calls if re.search(r"_0000000\d", call[0])] == [
         *((name, True) for name in (model, state, marker, *second)),
         *((name, "deleted") for name in (marker, state, model))]
@@ -143,7 +156,8 @@ def test_a_run_killed_while_it_deletes_a_checkpoint(workplace, train, at_call, c
     flags = ("-n", 1, "-nk", 1, "-o", "run")
     at_call(os, "unlink", call, Mock(side_effect=KeyboardInterrupt))
     assert train("-x", 2, *flags).returncode == 130
-    assert all(Path(path).exists() for step in complete_checkpoints("run") for path in checkpoint_paths("run", step))
+    assert all(Path(path).exists() for step in complete_checkpoints("run")
+               for path in checkpoint_paths("run", step))
 
 
 @pytest.mark.parametrize("slot, name", enumerate(("version", "maxT", "V", "L", "NH", "C", "Vp"), 1))
@@ -151,9 +165,11 @@ def test_model_header_fields(workplace, monkeypatch, slot, name):
     """A huge field must not be believed: the check is arithmetic, before anything is allocated."""
     path = workplace / "gpt2_124M.bin"
     monkeypatch.setattr(llmc.checkpoint, "allocate", lambda table: pytest.fail("allocated"))
-    impossible = {1: [(2, "version 2.* 1, 3 or 5"), (4, "version 4")], 5: [(5, "C=24 is not divisible by NH=5")],
+    impossible = {1: [(2, "version 2.* 1, 3 or 5"), (4, "version 4")],
+                  5: [(5, "C=24 is not divisible by NH=5")],
                   7: [(256, "Vp=256 is smaller than V=257")]}
-    for value, words in ((0, name), (-1, name), (2**31 - 1, "expected|divisible|smaller"), *impossible.get(slot, ())):
+    for value, words in ((0, name), (-1, name), (2**31 - 1, "expected|divisible|smaller"),
+                         *impossible.get(slot, ())):
         patch_header(path, **{f"h{slot}": value})
         error = pytest.raises(UserError, read_model, path, GPT2)
         assert error.match(words) and str(path) in str(error.value) and "\n" not in str(error.value)
@@ -174,9 +190,12 @@ def test_a_llama_s_original_length(tmp_path):
 def test_tokenizer_faults(workplace):
     path = workplace / "gpt2_tokenizer.bin"
     good = path.read_bytes()
-    for words, data, header in (("1000 bytes, expected a tokenizer with a 1024-byte header", good[:1000], {}),
-            ("is damaged", good[:1024] + b"\x00" + good[1025:], {}), ("of 257 tokens", good[:-1], {}),
-            ("of 257 tokens", good + b"x", {}), ("version 3", good, dict(h1=3)), ("of 0 tokens", good, dict(h2=0)),
+    for words, data, header in (("1000 bytes, expected a tokenizer with a 1024-byte header",
+                                 good[:1000], {}),
+            ("is damaged", good[:1024] + b"\x00" + good[1025:], {}),
+                                ("of 257 tokens", good[:-1], {}),
+            ("of 257 tokens", good + b"x", {}), ("version 3", good, dict(h1=3)),
+                                ("of 0 tokens", good, dict(h2=0)),
             ("end of text 257", good, dict(h3=257))):
         path.write_bytes(data)
         patch_header(path, **header)
@@ -186,18 +205,25 @@ def test_tokenizer_faults(workplace):
 def test_the_data_s_vocabulary_is_not_the_model_s(workplace, train):
     """The file beside the data is taken, unless another is given."""
     write_tokenizer("data/tiny_shakespeare_tokenizer.bin", [b"a", b"b"], 1)
-    assert_one_line_error(train(), "data/tiny_shakespeare_tokenizer.bin", "2 tokens", "V=257", "--tokenizer")
-    assert_one_line_error(train("-e", "d2"), "data/tiny_shakespeare_train.bin", "token id", "expected 0 to 1")
+    assert_one_line_error(train(), "data/tiny_shakespeare_tokenizer.bin", "2 tokens", "V=257",
+                          "--tokenizer")
+    assert_one_line_error(train("-e", "d2"), "data/tiny_shakespeare_train.bin", "token id",
+                          "expected 0 to 1")
     assert train("--tokenizer", "gpt2_tokenizer.bin").returncode == 0
-    assert_one_line_error(train("-e", "d3"), "d3", "expected one of d2, d4, d6, d12, d24, d36, d48, c1536")
+    assert_one_line_error(train("-e", "d3"), "d3",
+                          "expected one of d2, d4, d6, d12, d24, d36, d48, c1536")
 
 
 def test_token_file_faults(workplace, train):
-    path, tokens = workplace / "data/tiny_shakespeare_train.bin", range(40)
+    path = workplace / "data/tiny_shakespeare_train.bin"
+    tokens = range(40)
     for words, ids, size, header in (  # of uint16 tokens, with a header, is the file of 1104 bytes
-            (("162 bytes", "whole number"), tokens, 162, {}), (("16 tokens", "17"), range(16), 64, {}),
-            (("token id 257", "256"), [*tokens, 257], 164, {}), (["token id -3"], [*tokens, -3], 164, {}),
-            (("1103 bytes", "expected 1104"), tokens, 1103, {}), (["version 2"], tokens, 1103, {"h1": 2}),
+            (("162 bytes", "whole number"), tokens, 162, {}),
+            (("16 tokens", "17"), range(16), 64, {}),
+            (("token id 257", "256"), [*tokens, 257], 164, {}),
+            (["token id -3"], [*tokens, -3], 164, {}),
+            (("1103 bytes", "expected 1104"), tokens, 1103, {}),
+            (["version 2"], tokens, 1103, {"h1": 2}),
             (("4294967291 uint16 tokens", "cut short"), tokens, 1103, {"h2": -5})):
         write_tokens(path, [np.array(ids)], len(ids), "uint16" if size == 1103 else "int32")
         os.truncate(path, size)
@@ -206,16 +232,21 @@ def test_token_file_faults(workplace, train):
 
 
 @pytest.mark.parametrize("flags, words", (
-    ("-b 0", "-b/--batch_size 0.*at least 1"), ("-t 33", "-t/--sequence_length 33.*32"), ("-y 1", "-y.*-o DIR"),
-    ("-l nan", "-l/--learning_rate nan"), ("--eps 1e-46", "--eps 1e-46.*expected"), ("-q 2", "-q/--final_fraction 2"),
+    ("-b 0", "-b/--batch_size 0.*at least 1"), ("-t 33", "-t/--sequence_length 33.*32"),
+    ("-y 1", "-y.*-o DIR"),
+    ("-l nan", "-l/--learning_rate nan"), ("--eps 1e-46", "--eps 1e-46.*expected"),
+    ("-q 2", "-q/--final_fraction 2"),
     ("-e ''", "'': no such file"), ("--beta1 1", "--beta1 1.*expected 0 <= beta1 < 1"),
     ("-d 17", "-d/--total_batch_size 17.*multiple of B*T = 16"),
     ("-y 1 -o run.log", "-y.*run.log is a log file"), ("-b 1000000", "tokens.*-b or -t"),
-    ("-i nothing_*.bin -j x.bin", "nothing_*.bin.*no file matches"), ("-i shards.bin -v 1", "shards.bin.*-j"),
-    ("-o run -e none.bin", "none.bin.*the directory of a run"), ("--tokenizer none.bin", "none.bin: no such file"),
+    ("-i nothing_*.bin -j x.bin", "nothing_*.bin.*no file matches"),
+    ("-i shards.bin -v 1", "shards.bin.*-j"),
+    ("-o run -e none.bin", "none.bin.*the directory of a run"),
+    ("--tokenizer none.bin", "none.bin: no such file"),
     (f"-i {__file__}", f"python prepro_text.py {__file__} --output data/mine, then -i data/mine"),
     ("-i data/foo", "data/foo_train.bin: no such file.*prepro_text.py FILE --output data/foo"),
-    ("-x 1 -l 1e30 -v 1 --final_reports 1", "step 1: the validation loss is nan"), ("-x 50 -l 1e30", "loss is nan.*-l"),
+    ("-x 1 -l 1e30 -v 1 --final_reports 1", "step 1: the validation loss is nan"),
+    ("-x 50 -l 1e30", "loss is nan.*-l"),
     ("-o gpt2_tokenizer.bin", "gpt2_tokenizer.bin: cannot be made a directory")))
 def test_flags(workplace, flags, words, train):
     """Nothing is written, nor written over."""
@@ -225,8 +256,10 @@ def test_flags(workplace, flags, words, train):
 
 
 @pytest.mark.parametrize("flags, says", (
-    ("--lr 0.001", "unrecognized arguments: --lr 0.001; --help lists all flags"), ("-x y", "-x/--steps: invalid int"),
-    ("-i a_train_0.bin a_train_1.bin", "arguments: a_train_1.bin; --help lists all flags, and a glob needs quotes")))
+    ("--lr 0.001", "unrecognized arguments: --lr 0.001; --help lists all flags"),
+    ("-x y", "-x/--steps: invalid int"),
+    ("-i a_train_0.bin a_train_1.bin",
+     "arguments: a_train_1.bin; --help lists all flags, and a glob needs quotes")))
 def test_flags_that_are_none(workplace, train, flags, says):
     done = train(*flags.split())
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and says in done.stderr
@@ -235,7 +268,8 @@ def test_flags_that_are_none(workplace, train, flags, says):
 @pytest.mark.parametrize("value", (np.nan, np.inf))
 def test_gradients_that_are_not_finite_change_no_weight(workplace, train, monkeypatch, value):
     """The run stops; its last checkpoint stands, also if the update would be its last one."""
-    flags, backward = ("-n", 1, "-o", "run", "--grad_clip", 1), GPT2.backward_into
+    flags = ("-n", 1, "-o", "run", "--grad_clip", 1)
+    backward = GPT2.backward_into
     train("-x", 2, *flags, check=True)
     before = {path: path.read_bytes() for path in Path("run").glob("*_0*")}
     monkeypatch.setattr(GPT2, "backward_into", lambda model, grads, *more: (
@@ -250,8 +284,10 @@ def test_weights_or_moments_that_became_nan_are_not_saved(tmp_path, which, words
     params, m, v = tensors = [random_params(SMALL) for _ in range(3)]
     flat(v)[:] **= 2
     tensors[which].qkvb[0, 0] = np.nan
-    run, state = Mock(output_dir=tmp_path), (owned_by_one(optimizer_of(m, v)), Progress(3, 1, Position(), (1, 1, 0)))
-    pytest.raises(UserError, save_checkpoint, run, SMALL, params, *state, {}).match(f"after 3 steps: {words}")
+    run = Mock(output_dir=tmp_path)
+    state = (owned_by_one(optimizer_of(m, v)), Progress(3, 1, Position(), (1, 1, 0)))
+    pytest.raises(UserError, save_checkpoint, run, SMALL, params, *state,
+                  {}).match(f"after 3 steps: {words}")
     assert not list(tmp_path.iterdir())
 
 
@@ -262,7 +298,8 @@ def test_out_of_memory_is_one_line(workplace, train, monkeypatch):
 
 def test_two_runs_with_one_output(workplace, train):
     """The second one is refused until the first ends, by kill -9, too."""
-    command = [sys.executable, str(ROOT / "train_gpt2.py"), *map(str, TRAIN), "-x", "100000", "-o", "run"]
+    command = [sys.executable, str(ROOT / "train_gpt2.py"), *map(str, TRAIN), "-x", "100000", "-o",
+               "run"]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert any(line.startswith("step      2/") for line in first.stdout)
     assert_one_line_error(train("-o", "run"), "run", "another run writes there", "another -o")
@@ -272,17 +309,21 @@ def test_two_runs_with_one_output(workplace, train):
 
 
 def test_what_a_run_resumes_from(workplace, train):
-    """A second run neither writes into the first one's directory nor resumes it with other flags."""
+    """A second run neither writes into the first one's directory nor resumes it with other
+    flags."""
     for directory in ("run", "other"):
         os.mkdir(directory)
     write_tokenizer("other/tokenizer.bin", [b"a", b"b"], 1)
-    assert_one_line_error(train("-o", "other"), "other/tokenizer.bin", "another vocabulary", "another -o")
+    assert_one_line_error(train("-o", "other"), "other/tokenizer.bin", "another vocabulary",
+                          "another -o")
     assert read_tokenizer("other/tokenizer.bin").tokens == [b"a", b"b"]
     write_tokenizer("data/x_tokenizer.bin", [b"a", b"b"], 1)
-    assert_one_line_error(train("-j", "data/x_val.bin"), "data/x_tokenizer.bin is another vocabulary")
+    assert_one_line_error(train("-j", "data/x_val.bin"),
+                          "data/x_tokenizer.bin is another vocabulary")
     assert "no complete checkpoint" not in train("-x", 1, "-o", "empty", "-y", 1, check=True).stdout
     open("run/main.log", "w").close()
-    assert "no complete checkpoint in run" in train("-x", 2, "-o", "run", "-y", 1, check=True).stdout
+    assert "no complete checkpoint in run" in train("-x", 2, "-o", "run", "-y", 1,
+                                                    check=True).stdout
     assert_one_line_error(train("-x", 2, "-o", "run"), "run", "step 2", "-y 1")
     assert_one_line_error(train("-x", 1, "-o", "run", "-y", 1), "step 2", "-x 1")
     assert_one_line_error(train("-x", 3, "-o", "run", "-y", 1, "-b", 1), "-b 2 -t 8", "-b 1 -t 8")
@@ -296,7 +337,8 @@ def test_old_checkpoints_are_deleted(workplace, train, flags, kept):
     train("-x", 4, "-n", 1, "-o", "run", *flags, check=True)
     train("-x", 7, "-n", 1, "-o", "run", "-y", 1, *flags, check=True)
     names = {name for step in kept for name in checkpoint_paths("", step)}
-    assert set(os.listdir("run")) == {"main.csv", "main.log", "tokenizer.bin", "model_mine.bin", *names}
+    assert (set(os.listdir("run"))
+            == {"main.csv", "main.log", "tokenizer.bin", "model_mine.bin", *names})
 
 
 def test_logs_that_nobody_keeps(workplace, train):
@@ -310,10 +352,13 @@ def test_logs_that_nobody_keeps(workplace, train):
 
 
 def test_damaged_checkpoints_and_logs(workplace, train):
-    """A state that does not say its model's CRC-32 is taken; a log that is none is not written over."""
+    """A state that does not say its model's CRC-32 is taken; a log that is none is not written
+    over."""
     train("-x", 2, "-n", 1, "-o", "run", check=True)
     model, state, marker = map(Path, checkpoint_paths("run", 2))
-    good, good_model, again = state.read_bytes(), model.read_bytes(), ("-x", 3, "-o", "run", "-y", 1)
+    good = state.read_bytes()
+    good_model = model.read_bytes()
+    again = ("-x", 3, "-o", "run", "-y", 1)
 
     def fails(*words, data=good, crc=0, **header):
         state.write_bytes(data)
@@ -338,7 +383,8 @@ def test_damaged_checkpoints_and_logs(workplace, train):
     Path("main.csv").rename("run/main.csv")
     header = np.frombuffer(good, "<i4", 256)
     assert header[43] == 1 and header[44:45].view("<u4")[0] == zlib.crc32(good_model)
-    for bad in (Path(checkpoint_paths("run", 1)[0]).read_bytes(), good_model[:-1] + bytes([good_model[-1] ^ 1])):
+    for bad in (Path(checkpoint_paths("run", 1)[0]).read_bytes(),
+                good_model[:-1] + bytes([good_model[-1] ^ 1])):
         model.write_bytes(bad)
         fails(state, model, "CRC-32", f"remove {marker}")
     patch_header(state, h43=0, h44=0)

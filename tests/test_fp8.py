@@ -39,63 +39,77 @@ GPT2 = train_gpt2.Config(64, 257, 2, 3, 192, 384)
 SPEEDRUN = train_speedrun.Config(64, 257, 2, 3, 192, 384)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # with no GPU
 
 
 def test_the_numbers_and_their_rounding_are_pytorch_s():
     torch = pytest.importorskip("torch")
-    bits, e4m3, rng = torch.arange(256, dtype=torch.uint8), torch.float8_e4m3fn, np.random.default_rng(0)
+    bits = torch.arange(256, dtype=torch.uint8)
+    e4m3 = torch.float8_e4m3fn
+    rng = np.random.default_rng(0)
     for dtype, numbers in ((e4m3, NUMBERS), (torch.float8_e5m2, decode_e5m2(bits.numpy()))):
         assert np.array_equal(numbers, bits.view(dtype).float().numpy(), equal_nan=True)
     finite = np.unique(NUMBERS[np.isfinite(NUMBERS)])
     ties = (finite[1:] + finite[:-1]) / 2
-    x = np.concatenate([finite, ties, np.nextafter(ties, np.float32(1e9)), np.nextafter(ties, np.float32(-1e9)),
-                        rng.uniform(-448, 448, 100000), rng.uniform(-0.02, 0.02, 100000)]).astype(np.float32)
+    x = np.concatenate([finite, ties, np.nextafter(ties, np.float32(1e9)),
+                        np.nextafter(ties, np.float32(-1e9)),
+                        rng.uniform(-448, 448, 100000),
+                        rng.uniform(-0.02, 0.02, 100000)]).astype(np.float32)
     assert np.array_equal(round_e4m3(x), torch.from_numpy(x).to(e4m3).float().numpy())
     assert np.array_equal(round_e4m3([500, np.inf, -np.inf, np.nan, 2.0**-10, -1.01 * 2.0**-10]),
                           [448, 448, -448, np.nan, 0, -(2.0**-9)], equal_nan=True)
 
 
 @pytest.mark.parametrize("page, config, grads, few", (
-    (LAYERS, GPT2, 0, 2), pytest.param(LAYERS, GPT2, 1, 2, marks=pytest.mark.large),  # few: those with GELU
-    pytest.param(speedrun_cuda.Speedrun, SPEEDRUN, 0, 5, marks=pytest.mark.large)))  # and with QK-norm
+    # few: those with GELU
+    (LAYERS, GPT2, 0, 2), pytest.param(LAYERS, GPT2, 1, 2, marks=pytest.mark.large),
+    # and with QK-norm
+    pytest.param(speedrun_cuda.Speedrun, SPEEDRUN, 0, 5, marks=pytest.mark.large)))
 def test_kernels_compile_into_registers(page, config, grads, few):
-    for file in kernel_files(page, config, FP8._replace(float32_grads=grads), "sm_90a", "auto").values():
+    for file in kernel_files(page, config, FP8._replace(float32_grads=grads), "sm_90a",
+                             "auto").values():
         if "fp8" in file.name:
             frames = [size for size in frame_sizes(compile_file(file, "sm_90a")) if size]
             assert len(frames) <= few * ("matmul" in file.name)  # the producer's
             assert max(frames, default=0) <= 24
 
 
-@pytest.mark.parametrize("C", (768, 3072, *(pytest.param(C, marks=pytest.mark.large) for C in (48, 1600, 8192))))
+@pytest.mark.parametrize("C",
+                         (768, 3072, *(pytest.param(C, marks=pytest.mark.large)
+                                       for C in (48, 1600, 8192))))
 def test_norms_compile_and_their_blocks_fit(C):
     """One into a multiprocessor's 227 KB of shared memory, up to C=3072 two or more."""
     file, = files_of(("norm_fp8",), norm_config(C), FP8, "sm_90a")
     assert not any(frame_sizes(compile_file(file, "sm_90a")))
-    assert set(file.shared) == set(file.kernels) and max(file.shared.values()) <= (227 << 10) // (1 + (C <= 3072))
+    assert (set(file.shared) == set(file.kernels)
+            and max(file.shared.values()) <= (227 << 10) // (1 + (C <= 3072)))
 
 
 def test_a_run_s_table_keeps_its_columns(tmp_path):
     for step, dtype in enumerate(("fp8", "bfloat16", "fp8")):
-        log = Log(cuda.CudaSettings(output=str(tmp_path), B=1, T=16, total_batch_size=16, dtype=dtype), step)
-        log.training(step, 0.1, Update(4.0, 1.0, 0.5, None, None, (7, 9) if dtype == "fp8" else None))
+        log = Log(cuda.CudaSettings(output=str(tmp_path), B=1, T=16, total_batch_size=16,
+                                    dtype=dtype), step)
+        log.training(step, 0.1,
+                     Update(4.0, 1.0, 0.5, None, None, (7, 9) if dtype == "fp8" else None))
     _, *rows = (tmp_path / "main.csv").read_text().splitlines()
     assert [row.split(",")[-2:] for row in rows] == [["7", "9"], ["", ""], ["7", "9"]]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # with a GPU
 
 
 @pytest.fixture
 def matmul(gpu, request):
-    """Of 192 channels, or of request.param, some kernels with narrow tiles; or with squared ReLU for GELU, "relu2"."""
+    """Of 192 channels, or of request.param, some kernels with narrow tiles; or with squared ReLU
+    for GELU, "relu2"."""
     need("cuda-fp8")
     kind = getattr(request, "param", GPT2.C)
     C = GPT2.C if kind == "relu2" else kind
     config = dataclasses.replace(GPT2, C=C, NH=C // math.gcd(C, 64))
-    matmul = open_matmul(("matmul", "gelu", "fp8", "matmul_fp8"), config, FP8, normed=kind == "relu2")
+    matmul = open_matmul(("matmul", "gelu", "fp8", "matmul_fp8"), config, FP8,
+                         normed=kind == "relu2")
     on_stream(matmul.device)
     matmul.allocate()
     return matmul
@@ -120,7 +134,9 @@ def operands_on_gpu(parameters, N):
 
 def make_fp8(matmul, N):
     table = cuda.parameter_table(GPT2, "bfloat16")
-    params = views(table, matmul.device.upload(np.zeros(sum(row.bytes() for row in table.values()), np.uint8)))
+    params = views(table,
+                   matmul.device.upload(np.zeros(sum(row.bytes() for row in table.values()),
+                                                 np.uint8)))
     return Fp8(matmul, params, operands_on_gpu(table, N))
 
 
@@ -130,9 +146,11 @@ def bytes_on_gpu(shape, value=255):
 
 def test_prepare_scales(fp8):
     rng = np.random.default_rng(1)
-    history, scales = np.zeros(fp8.state.history.shape, np.float32), np.ones(fp8.state.scales.size, np.float32)
+    history = np.zeros(fp8.state.history.shape, np.float32)
+    scales = np.ones(fp8.state.scales.size, np.float32)
     for update in range(FP8_HISTORY + 3):
-        largest = (10.0 ** rng.uniform(-12, 4, scales.size)).astype(np.float32) * (rng.random(scales.size) < 0.2)
+        largest = ((10.0 ** rng.uniform(-12, 4, scales.size)).astype(np.float32)
+                   * (rng.random(scales.size) < 0.2))
         largest[:3] = np.nan, np.inf, 224.0
         copy_to_gpu(fp8.state.largest, largest.astype(np.float32).view(np.int32))
         copy_to_gpu(fp8.state.counts, np.array([update << 40, 7]))
@@ -140,7 +158,8 @@ def test_prepare_scales(fp8):
         fp8.device.synchronize()
         history[update % FP8_HISTORY] = np.where(np.isfinite(largest), largest, 0)
         scales = next_scales(history, scales)
-        assert np.array_equal(fp8.state.history.get(), history) and np.array_equal(fp8.state.scales.get(), scales)
+        assert (np.array_equal(fp8.state.history.get(), history)
+                and np.array_equal(fp8.state.scales.get(), scales))
         assert fp8.counts(update) == (update << 40, 7)
         assert not fp8.state.largest.get().any() and not fp8.state.counts.get().any()
 
@@ -149,18 +168,25 @@ def test_prepare_scales(fp8):
 @pytest.mark.parametrize("spread, scale", ((1.0, 64.0), (300.0, 2.0), (1e-6, 2.0**14)))
 @pytest.mark.parametrize("role", ("dout", "weight"))
 def test_quantize(fp8, N, C, spread, scale, role):
-    """Every byte, what is not finite and the padding included; the largest number and the counts. Weights are rounded
-    at random, once for both copies, by the numbers of the update and of the layer."""
-    of_weight, x = role == "weight", random(N, C, seed=1, spread=spread, dtype="bfloat16")
+    """Every byte, what is not finite and the padding included; the largest number and the counts.
+    Weights are rounded at random, once for both copies, by the numbers of the update and of the
+    layer."""
+    of_weight = role == "weight"
+    x = random(N, C, seed=1, spread=spread, dtype="bfloat16")
     if N > 60:
-        x[5, :3], x[N - 1, C - 1] = (np.inf, -np.inf, 0.0), np.nan
-    pitch, slot, scaled = blocks(N, 16) * 16, fp8.slot("fc", 1, role), x * np.float32(scale)
+        x[5, :3] = (np.inf, -np.inf, 0.0)
+        x[N - 1, C - 1] = np.nan
+    pitch = blocks(N, 16) * 16
+    slot = fp8.slot("fc", 1, role)
+    scaled = x * np.float32(scale)
     fp8.state.scales[slot] = fp8.state.scales[fp8.slot("fc", 0, role)] = scale
 
     def quantize(plain=True, transposed=True, l=1):
         fp8.forget()
-        to = Quantized(bytes_on_gpu((N, C)) if plain else None, bytes_on_gpu((C, pitch)) if transposed else None)
-        fp8.quantize("fc", l, role, on_gpu(x, dtype="bfloat16"), to.plain, to.transposed, again=not plain)
+        to = Quantized(bytes_on_gpu((N, C)) if plain else None, bytes_on_gpu((C, pitch))
+                       if transposed else None)
+        fp8.quantize("fc", l, role, on_gpu(x, dtype="bfloat16"), to.plain, to.transposed,
+                     again=not plain)
         return [y if y is None else decode_e4m3(y) for y in in_natural_order(to, of_weight)]
 
     expected = quantize()[0] if of_weight else round_e4m3(scaled)
@@ -168,7 +194,9 @@ def test_quantize(fp8, N, C, spread, scale, role):
         out, out_t = quantize(plain, transposed)
         if plain:
             assert np.array_equal(out, expected, equal_nan=True)
-            assert_noted(fp8, slot, np.fmax.reduce(np.abs(x), axis=None, where=~np.isnan(x), initial=0), expected)
+            assert_noted(fp8, slot,
+                         np.fmax.reduce(np.abs(x), axis=None, where=~np.isnan(x), initial=0),
+                         expected)
         if transposed:
             assert np.array_equal(out_t[:, :N], expected.T, equal_nan=True)
             assert not out_t[:, N:].any()
@@ -182,28 +210,34 @@ def test_quantize(fp8, N, C, spread, scale, role):
 
 
 def assert_rounded_at_random(numbers, x):
-    """That each is one of x's two neighbours in E4M3, and as often the upper one as it should be, at any distance."""
+    """That each is one of x's two neighbours in E4M3, and as often the upper one as it should be,
+    at any distance."""
     zero = SimpleNamespace(random=np.zeros)  # a generator of nothing else
-    below, above = round_e4m3(x, zero), -round_e4m3(-x, zero)
+    below = round_e4m3(x, zero)
+    above = -round_e4m3(-x, zero)
     assert np.array_equal(np.where(numbers == above, above, below), numbers, equal_nan=True)
     between = np.isfinite(x) & (above > below)
     chance = (x - below)[between] / (above - below)[between]
     for part in (chance < 0.5, chance >= 0.5):
         error = ((numbers == above)[between] - chance)[part]
-        assert abs(error.sum()) <= 5 * np.sqrt((chance * (1 - chance))[part].sum()) + 0.01 * error.size
+        assert (abs(error.sum()) <= 5 * np.sqrt((chance * (1 - chance))[part].sum()) + 0.01
+                * error.size)
 
 
 def in_natural_order(quantized, weight=False):
     """A Quantized on the GPU -> its bytes (N,C) and (C,pitch)."""
     plain, transposed = (x if x is None else x.get() for x in quantized[:2])
     return (None if plain is None else natural(plain, COLUMN_ORDER),
-            None if transposed is None else natural(transposed, COLUMN_ORDER if weight else ROW_ORDER))
+            None if transposed is None
+            else natural(transposed, COLUMN_ORDER if weight else ROW_ORDER))
 
 
 def assert_noted(fp8, slot, largest, expected, tolerance=0.0):
-    """That a kernel noted this largest number, and the counts of these numbers of E4M3, in no other place."""
+    """That a kernel noted this largest number, and the counts of these numbers of E4M3, in no other
+    place."""
     found = fp8.state.largest.get()
-    assert np.isclose(found[slot : slot + 1].view(np.float32), np.float32(largest), rtol=tolerance, atol=0)
+    assert np.isclose(found[slot : slot + 1].view(np.float32), np.float32(largest), rtol=tolerance,
+                      atol=0)
     assert np.count_nonzero(found) == 1
     saturated = np.isnan(expected) | (np.abs(expected) == LARGEST)
     assert fp8.state.counts.get().tolist() == [saturated.sum(), (expected == 0).sum()]
@@ -219,55 +253,68 @@ def norm_config(C):
 
 @pytest.mark.parametrize("both", (True, False))
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("N, C", ((1, 16), (3, 48), (64, 64), (97, 208), (291, 768), (1000, 1024), (130, 1600),
-                                  (33, 4096), (50, 8192)))
+@pytest.mark.parametrize("N, C",
+                         ((1, 16), (3, 48), (64, 64), (97, 208), (291, 768), (1000, 1024),
+                          (130, 1600),
+                          (33, 4096), (50, 8192)))
 def test_norm(gpu, N, C, norm, both):
-    """Against float64, rounded once: every byte, but where a sum's last bit leads to the next number of E4M3; what is
-    noted, the transposed copy, and both copies made again, alone, to the byte."""
+    """Against float64, rounded once: every byte, but where a sum's last bit leads to the next
+    number of E4M3; what is noted, the transposed copy, and both copies made again, alone, to the
+    byte."""
     need("cuda-fp8")
     device = open_matmul(("norm_fp8",), norm_config(C), FP8).device
     on_stream(device)
-    (reference, forward), scale, pitch = NORMS[norm], 32.0, blocks(N, 16) * 16
-    inp1, inp2 = random(1, N, C, seed=1, mean=1, dtype="float16"), random(1, N, C, seed=2, mean=1, dtype="bfloat16")
-    weight, bias = random(C, seed=3, dtype="bfloat16"), random(C, seed=4, dtype="bfloat16")
+    reference, forward = NORMS[norm]
+    scale = 32.0
+    pitch = blocks(N, 16) * 16
+    inp1 = random(1, N, C, seed=1, mean=1, dtype="float16")
+    inp2 = random(1, N, C, seed=2, mean=1, dtype="bfloat16")
+    weight = random(C, seed=3, dtype="bfloat16")
+    bias = random(C, seed=4, dtype="bfloat16")
     if N > 60:
         inp1[0, 5, 3] = np.nan  # the whole row is
     stream = (inp1 + inp2 if both else inp1).astype(np.float16)
-    statistics, last = 1 + (norm == "layernorm"), bias if norm == "layernorm" else 1e-5
+    statistics = 1 + (norm == "layernorm")
+    last = bias if norm == "layernorm" else 1e-5
     expected = np.empty((1, N, C)), *np.empty((statistics, 1, N))
     reference(*expected, stream.astype(np.float64), weight.astype(np.float64), last, 1, N, C)
 
-    weight, scale_gpu = on_gpu(weight, dtype="bfloat16"), on_gpu(np.float32([scale]))
+    weight = on_gpu(weight, dtype="bfloat16")
+    scale_gpu = on_gpu(np.float32([scale]))
     last = on_gpu(bias, dtype="bfloat16") if norm == "layernorm" else last
     largest, counts = on_gpu(np.zeros(1, np.int32), np.zeros(2, np.int64))
 
     def run(residual, inp1, inp2, plain=True, transposed=True, notes=True):
         """[plain, transposed, statistics], the first two or None."""
-        to = Quantized(bytes_on_gpu((N, C)) if plain else None, bytes_on_gpu((C, pitch)) if transposed else None,
-                       (scale_gpu, largest if notes else None, counts))
+        to = Quantized(bytes_on_gpu((N, C)) if plain else None, bytes_on_gpu((C, pitch))
+                       if transposed else None, (scale_gpu, largest if notes else None, counts))
         found = unwritten(statistics, 1, N)
         forward(device, residual, to, *found, inp1, inp2, weight, last, 1, N, C)
         return [*in_natural_order(to), found.get()]
 
-    inp1, inp2 = on_gpu(inp1, dtype="float16"), on_gpu(inp2, dtype="bfloat16")
+    inp1 = on_gpu(inp1, dtype="float16")
+    inp2 = on_gpu(inp2, dtype="bfloat16")
     residual = unwritten(1, N, C, dtype="float16") if both else inp1
     plain, transposed, found = run(*((residual, inp1, inp2) if both else (None, inp1, None)))
     assert np.array_equal(residual.get(), stream, equal_nan=True)
     assert np.allclose(found, expected[1:], rtol=1e-5, atol=1e-6, equal_nan=True)
     wanted = round_e4m3(expected[0][0] * scale)
-    got, finite = decode_e4m3(plain), np.unique(NUMBERS[np.isfinite(NUMBERS)])
+    got = decode_e4m3(plain)
+    finite = np.unique(NUMBERS[np.isfinite(NUMBERS)])
     assert np.array_equal(np.isnan(got), np.isnan(wanted))
     apart = np.abs(np.searchsorted(finite, got) - np.searchsorted(finite, wanted))
     assert apart.max() <= 1 and np.count_nonzero(apart) <= 1 + 1e-3 * apart.size
     most = np.fmax.reduce(np.abs(expected[0]), axis=None)
     assert abs(largest.get().view(np.float32)[0] / most - 1) < 1e-5
-    saturated, vanished = (np.count_nonzero(of) for of in ((plain & 127) >= 126, (plain & 127) == 0))
+    saturated, vanished = (np.count_nonzero(of)
+                           for of in ((plain & 127) >= 126, (plain & 127) == 0))
     noted = [largest.get().tolist(), [saturated, vanished]]
     assert counts.get().tolist() == noted[1]
     assert np.array_equal(transposed[:, :N], plain.T) and not transposed[:, N:].any()
     for less in ({"plain": False}, {"transposed": False}):
         again = run(None, residual, None, notes=False, **less)
-        assert all(array is None or np.array_equal(array, first, equal_nan=array.dtype == np.float32)
+        assert all(array is None
+                   or np.array_equal(array, first, equal_nan=array.dtype == np.float32)
                    for array, first in zip(again, (plain, transposed, found)))
     assert [largest.get().tolist(), counts.get().tolist()] == noted
 
@@ -275,24 +322,32 @@ def test_norm(gpu, N, C, norm, both):
 def e4m3(*shape, seed, decode=decode_e4m3, order=COLUMN_ORDER):
     """Random bytes of numbers up to 30, and what they stand for, in natural order."""
     rng = np.random.default_rng((seed, *shape))
-    bits = (rng.integers(0, 96 if decode is decode_e4m3 else 80, shape) | rng.integers(0, 2, shape) << 7)
+    bits = (rng.integers(0, 96 if decode is decode_e4m3 else 80, shape) | rng.integers(0, 2, shape)
+            << 7)
     bits = bits.astype(np.uint8)
-    return on_gpu(bits.astype(np.int32)).astype("uint8"), decode(natural(bits, order)).astype(np.float64)
+    return (on_gpu(bits.astype(np.int32)).astype("uint8"),
+            decode(natural(bits, order)).astype(np.float64))
 
 
-SIZES = ((1, 16, 16), (129, 208, 96), (97, 1600, 320), (128, 192, 128), (300, 768, 3072), (1000, 2304, 768))  # M, N, K
+# M, N, K
+SIZES = ((1, 16, 16), (129, 208, 96), (97, 1600, 320), (128, 192, 128), (300, 768, 3072),
+         (1000, 2304, 768))
 
 
 @pytest.mark.parametrize("sm_count", (None, 2), indirect=True)
 @pytest.mark.parametrize("M, N, K", SIZES)
 def test_matmul(fp8, M, N, K, sm_count):
-    """Against float64: rounded to bfloat16, which is off by up to 2^-8, and before, each of the K / 32 steps cuts off
-    what is below some 2^-13 of the sum so far, which is at most about the largest one."""
-    (a, a64), (b, b64), bias = e4m3(M, K, seed=1), e4m3(N, K, seed=2), random(N, seed=3, dtype="bfloat16")
+    """Against float64: rounded to bfloat16, which is off by up to 2^-8, and before, each of the K /
+    32 steps cuts off what is below some 2^-13 of the sum so far, which is at most about the largest
+    one."""
+    a, a64 = e4m3(M, K, seed=1)
+    b, b64 = e4m3(N, K, seed=2)
+    bias = random(N, seed=3, dtype="bfloat16")
     scales = on_gpu(np.float32([16.0, 0.5]))
     for with_bias, scale in ((True, 1.0), (False, 0.25)):
         out = unwritten(M, N, dtype="bfloat16")
-        fp8.multiply(out, a, scales[:1], b, scales[1:], on_gpu(bias, dtype="bfloat16") if with_bias else None, scale)
+        fp8.multiply(out, a, scales[:1], b, scales[1:], on_gpu(bias, dtype="bfloat16") if with_bias
+                     else None, scale)
         product = a64 @ b64.T * (scale / 8.0)
         expected = product + with_bias * bias.astype(np.float64)
         tolerance = 2.0**-8 * np.abs(expected) + K / 32 * 2.0**-13 * np.abs(product).max()
@@ -304,13 +359,19 @@ def test_matmul(fp8, M, N, K, sm_count):
 @pytest.mark.parametrize("matmul", (GPT2.C, "relu2"), indirect=True)
 def test_matmul_gelu(request, fp8, M, N, K, sm_count):
     """out as without GELU, not of squared ReLU; GELU as by gelu.cu and quantize, to the byte."""
-    (a, _), (b, _) = e4m3(M, K, seed=1), e4m3(N, K, seed=2)
-    bias, scales = on_gpu(random(N, seed=3, dtype="bfloat16"), dtype="bfloat16"), on_gpu(np.float32([64, 8]))
-    slot, operands = fp8.slot("fcproj", 1, "inp"), (a, scales[:1], b, scales[1:], bias)
+    a, _ = e4m3(M, K, seed=1)
+    b, _ = e4m3(N, K, seed=2)
+    bias = on_gpu(random(N, seed=3, dtype="bfloat16"), dtype="bfloat16")
+    scales = on_gpu(np.float32([64, 8]))
+    slot = fp8.slot("fcproj", 1, "inp")
+    operands = (a, scales[:1], b, scales[1:], bias)
     fp8.state.scales[slot] = 16.0
     whole = blocks(M * N, GPT2.F)  # rows of gelu.cu, which knows F
-    out, wanted_out, gelu = unwritten(M, N, dtype="bfloat16"), *unwritten(2, whole * GPT2.F, dtype="bfloat16")
-    got, wanted = bytes_on_gpu((M, N)), bytes_on_gpu((M, N))
+    out, wanted_out, gelu = unwritten(M, N,
+                                      dtype="bfloat16"), *unwritten(2, whole * GPT2.F,
+                                                                    dtype="bfloat16")
+    got = bytes_on_gpu((M, N))
+    wanted = bytes_on_gpu((M, N))
     fp8.multiply_gelu(out, got, *operands, fp8.scaling("fcproj", 1, "inp"))
     noted = fp8.state.largest.get(), fp8.state.counts.get()
     fp8.forget()
@@ -318,30 +379,41 @@ def test_matmul_gelu(request, fp8, M, N, K, sm_count):
     fp8.multiply(wanted_out[: M * N].reshape(M, N), *operands)
     cuda.gelu_forward(fp8.device, gelu, wanted_out, whole, GPT2.F)
     fp8.quantize("fcproj", 1, "inp", gelu[: M * N].reshape(M, N), wanted)
-    assert np.array_equal(out.get().ravel(), wanted_out.get()[: M * N]) == ("relu2" not in request.node.name)
+    assert (np.array_equal(out.get().ravel(), wanted_out.get()[: M * N])
+            == ("relu2" not in request.node.name))
     assert np.array_equal(got.get(), wanted.get())
-    assert np.array_equal(noted[0], fp8.state.largest.get()) and np.array_equal(noted[1], fp8.state.counts.get())
+    assert (np.array_equal(noted[0], fp8.state.largest.get())
+            and np.array_equal(noted[1], fp8.state.counts.get()))
 
 
 @pytest.mark.parametrize("sm_count", (None, 2), indirect=True)
 @pytest.mark.parametrize("M, N, K", SIZES[1:])
 @pytest.mark.parametrize("matmul", (GPT2.C, "relu2"), indirect=True)
 def test_matmul_gelu_backward(request, fp8, M, N, K, sm_count):
-    """Against float64, within E4M3's step; column sums in float32. Squared ReLU's reads its result."""
-    (a, a64), (b, b64), (gelu, numbers) = e4m3(M, K, seed=1), e4m3(N, K, seed=2), e4m3(M, N, seed=4)
+    """Against float64, within E4M3's step; column sums in float32. Squared ReLU's reads its
+    result."""
+    a, a64 = e4m3(M, K, seed=1)
+    b, b64 = e4m3(N, K, seed=2)
+    gelu, numbers = e4m3(M, N, seed=4)
     gelu &= 127
-    inp, scales = random(M, N, seed=3, spread=2, dtype="bfloat16"), on_gpu(np.float32([2.0**14, 8]))
-    expected, dout = np.empty((M, N)), a64 @ b64.T / 2.0**17
+    inp = random(M, N, seed=3, spread=2, dtype="bfloat16")
+    scales = on_gpu(np.float32([2.0**14, 8]))
+    expected = np.empty((M, N))
+    dout = a64 @ b64.T / 2.0**17
     train_gpt2.gelu_backward(expected, inp.astype(np.float64), dout, inp.size)
     if "relu2" in request.node.name:
         expected = dout * 2 * np.sqrt(np.abs(numbers) / 2)
-    slot, scale = fp8.slot("fc", 1, "dout"), 2.0 ** np.floor(np.log2(224 / np.abs(expected).max()))
+    slot = fp8.slot("fc", 1, "dout")
+    scale = 2.0 ** np.floor(np.log2(224 / np.abs(expected).max()))
     fp8.state.scales[slot] = scale
-    got, partials = bytes_on_gpu((M, N)), unwritten(blocks(M, 128), N)
-    fp8.multiply_gelu_backward(got, partials, a, scales[:1], b, scales[1:], on_gpu(inp, dtype="bfloat16"), gelu,
+    got = bytes_on_gpu((M, N))
+    partials = unwritten(blocks(M, 128), N)
+    fp8.multiply_gelu_backward(got, partials, a, scales[:1], b, scales[1:],
+                               on_gpu(inp, dtype="bfloat16"), gelu,
                                on_gpu(np.float32([2])), fp8.scaling("fc", 1, "dout"))
     plain = decode_e4m3(natural(got.get(), COLUMN_ORDER))
-    assert (np.abs(plain - expected * scale) <= np.abs(expected * scale) * 2.0**-4 + 224 * 2.0**-8).all()
+    assert (np.abs(plain - expected * scale) <= np.abs(expected * scale) * 2.0**-4 + 224
+            * 2.0**-8).all()
     assert np.abs(plain - expected * scale).mean() < 2.0**-5 * np.abs(expected * scale).mean()
     assert_close(2.0**-8, partials=(partials.sum(axis=0), expected.sum(axis=0)))
     assert_noted(fp8, slot, np.abs(expected).max(), plain, 2.0**-8)
@@ -351,60 +423,78 @@ def test_matmul_gelu_backward(request, fp8, M, N, K, sm_count):
 @pytest.mark.parametrize("NH, NKV, HS", ((3, 3, 64), (2, 2, 128), (6, 2, 64), (4, 1, 128)))
 @pytest.mark.parametrize("B, T", ((3, 16), (2, 105), (1, 208), (2, 1024)))
 def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, normed, sm_count):
-    """As the bfloat16 kernels', within half of E4M3's step and bfloat16's; column sums to the bit. With RoPE and
-    QK-norm, too, and scales with which numbers saturate."""
-    config, sizes, QKV = model(NH=NH, NKV=NKV, HS=HS), (B, T, NH, NKV, HS), (NH + 2 * NKV) * HS
+    """As the bfloat16 kernels', within half of E4M3's step and bfloat16's; column sums to the bit.
+    With RoPE and QK-norm, too, and scales with which numbers saturate."""
+    config = model(NH=NH, NKV=NKV, HS=HS)
+    sizes = (B, T, NH, NKV, HS)
+    QKV = (NH + 2 * NKV) * HS
     device = open_matmul(("attention",), config, FP8, normed=normed).device
     if sm_count:
         monkeypatch.setattr(device, "sm_count", sm_count)
     on_stream(device)
     dtype = "bfloat16"
-    inp, dout = on_gpu(random(B, T, QKV, seed=1, dtype=dtype), random(B, T, NH * HS, seed=2, dtype=dtype), dtype=dtype)
-    out, lse = unwritten(B, T, NH * HS, dtype=dtype), unwritten(B, NH, T)
+    inp, dout = on_gpu(random(B, T, QKV, seed=1, dtype=dtype),
+                       random(B, T, NH * HS, seed=2, dtype=dtype), dtype=dtype)
+    out = unwritten(B, T, NH * HS, dtype=dtype)
+    lse = unwritten(B, NH, T)
     cuda.attention_forward(device, out, lse, inp, *sizes)
     table = train_speedrun.rope_table if normed else train_llama3.rope_table
     angles = on_gpu(np.stack(table(config, T), axis=-1))
     rstd = on_gpu(random(B, T, NH + NKV, seed=3) ** 2) if normed else None
 
     def backward(dinp, rope):
-        D, partials = unwritten(B, NH, T), unwritten(B * blocks(T, 64), QKV)
+        D = unwritten(B, NH, T)
+        partials = unwritten(B * blocks(T, 64), QKV)
         cuda.attention_backward(device, dinp, D, partials, dout, inp, out, lse, rope, rstd, *sizes)
         return partials.get()
 
     for rope, highest in ((None, 224), (angles, 2000)):  # of the largest number, scaled, at most
-        fp8, rounded = make_fp8(matmul, 16), unwritten(B, T, QKV, dtype=dtype)
-        partials, exact = backward(rounded, rope), to_float32(rounded).reshape(B * T, QKV)
-        slot, largest = fp8.slot("qkv", 1, "dout"), np.abs(exact).max()
+        fp8 = make_fp8(matmul, 16)
+        rounded = unwritten(B, T, QKV, dtype=dtype)
+        partials = backward(rounded, rope)
+        exact = to_float32(rounded).reshape(B * T, QKV)
+        slot = fp8.slot("qkv", 1, "dout")
+        largest = np.abs(exact).max()
         fp8.state.scales[slot] = scale = 2.0 ** np.floor(np.log2(highest / largest))
         got = Quantized(bytes_on_gpu((B * T, QKV)), None, fp8.scaling("qkv", 1, "dout"))
         assert backward(got, rope).tobytes() == partials.tobytes()
-        numbers, expected = decode_e4m3(in_natural_order(got)[0]), np.clip(exact * scale, -LARGEST, LARGEST)
+        numbers = decode_e4m3(in_natural_order(got)[0])
+        expected = np.clip(exact * scale, -LARGEST, LARGEST)
         step = np.ldexp(1.0, np.maximum(np.frexp(expected * (1 + 2.0**-8))[1], -5) - 4)
         assert (np.abs(numbers - expected) <= step / 2 + np.abs(expected) * 2.0**-8).all()
-        assert (numbers != round_e4m3(expected)).mean() < 2.0**-4  # where bfloat16's rounding made a tie
+        # where bfloat16's rounding made a tie
+        assert (numbers != round_e4m3(expected)).mean() < 2.0**-4
         assert_noted(fp8, slot, largest, numbers, 2.0**-8)
 
 
-@pytest.mark.parametrize("sm_count, splits", ((None, None), (3, 1), (132, 5)), indirect=["sm_count"])
-@pytest.mark.parametrize("kernel, across", (("weight", False), ("weight", True), ("classifier_weight", False),
-                                            ("classifier_inp", False)))
+@pytest.mark.parametrize("sm_count, splits", ((None, None), (3, 1), (132, 5)),
+                         indirect=["sm_count"])
+@pytest.mark.parametrize("kernel, across",
+                         (("weight", False), ("weight", True), ("classifier_weight", False),
+                          ("classifier_inp", False)))
 @pytest.mark.parametrize("matmul", (192, 160), indirect=True)
-@pytest.mark.parametrize("M, N, K", ((16, 16, 1), (208, 96, 129), (1600, 320, 97), (192, 128, 128), (768, 768, 8192),
-                                     (2304, 768, 1000), (192, 96, 40000)))
+@pytest.mark.parametrize("M, N, K",
+                         ((16, 16, 1), (208, 96, 129), (1600, 320, 97), (192, 128, 128),
+                          (768, 768, 8192),
+                          (2304, 768, 1000), (192, 96, 40000)))
 def test_matmul_long(fp8, M, N, K, kernel, across, sm_count, splits):
     """Against float64: as close for a long K as for a short one; the same bits twice."""
-    pitch, decode = blocks(K, 16) * 16, decode_e5m2 if "classifier" in kernel else decode_e4m3
+    pitch = blocks(K, 16) * 16
+    decode = decode_e5m2 if "classifier" in kernel else decode_e4m3
     if kernel == "classifier_inp":
         M, (a, a64) = M + 1, e4m3(M + 1, pitch, seed=1, decode=decode)
         b, b64 = e4m3(N, pitch, seed=2)
         a64 = a64.T
     else:  # rows from K on are what TMA finds beyond the tensor, and the padding of b
-        (a, a64), (b, b64) = e4m3(K, M, seed=1, decode=decode), e4m3(N, pitch, seed=2, order=ROW_ORDER)
+        a, a64 = e4m3(K, M, seed=1, decode=decode)
+        b, b64 = e4m3(N, pitch, seed=2, order=ROW_ORDER)
         b64[:, K:] = 0
-        b[...] = on_gpu(np.where(natural(np.arange(pitch), ROW_ORDER).argsort() < K, b.get(), 0).astype(np.int32))
+        b[...] = on_gpu(np.where(natural(np.arange(pitch), ROW_ORDER).argsort() < K, b.get(),
+                                 0).astype(np.int32))
         a64 = np.concatenate([a64, np.zeros((pitch - K, M))])
     expected = (a64.T @ b64.T if not across else b64 @ a64) / 16.0
-    scales, results = on_gpu(np.float32([16.0, 0.5])), []
+    scales = on_gpu(np.float32([16.0, 0.5]))
+    results = []
     splits = splits and min(splits, blocks(pitch, 128))
     for _ in range(2):
         out = unwritten(*expected.shape, dtype="bfloat16")
@@ -416,8 +506,9 @@ def test_matmul_long(fp8, M, N, K, kernel, across, sm_count, splits):
 
 @pytest.mark.parametrize("V", (257, 8193, 17000, 50257, 128256))
 def test_classifier(gpu, V):
-    """Losses as in bfloat16. dlogits, in the first half of their room, are one of two neighbours in E5M2; on average,
-    what they should be, in each quarter of the way between the two. bfloat16's exp apart."""
+    """Losses as in bfloat16. dlogits, in the first half of their room, are one of two neighbours in
+    E5M2; on average, what they should be, in each quarter of the way between the two. bfloat16's
+    exp apart."""
     need("cuda-fp8")
     device = get_device(gpu, train_gpt2.Config(1024, V, 1, 1, 64, padded(V)), FP8)
     for sm_count in (device.sm_count, 1):
@@ -426,9 +517,12 @@ def test_classifier(gpu, V):
             got, expected = check_classifier(device, 3, 97, DLOGITS_SCALE)
         dlogits = dlogits_of(got)
         step = np.ldexp(1.0, np.maximum(np.frexp(expected)[1] - 1, -14) - 2)
-        errors, quarter = (dlogits[..., :V] - expected) / step, np.floor(expected / step % 1 * 4)
+        errors = (dlogits[..., :V] - expected) / step
+        quarter = np.floor(expected / step % 1 * 4)
         assert (np.abs(errors) <= 1 + 2.0**-6).all() and not dlogits[..., V:].any()
-        assert all(abs(errors[quarter == i].mean()) < 5 / np.sqrt(errors.size) + 2.0**-7 for i in range(4))
+        assert all(abs(errors[quarter == i].mean()) < 5 / np.sqrt(errors.size) + 2.0**-7
+                   for i in range(4))
     nan = on_gpu(np.full((1, 1, padded(V)), np.nan, np.float32), dtype="bfloat16")
-    cuda.classifier(device, unwritten(1, 1), nan, on_gpu(np.zeros((1, 1), np.int32)), DLOGITS_SCALE, 1, 1, 1)
+    cuda.classifier(device, unwritten(1, 1), nan, on_gpu(np.zeros((1, 1), np.int32)), DLOGITS_SCALE,
+                    1, 1, 1)
     assert np.isnan(dlogits_of(nan)[..., :V]).all()

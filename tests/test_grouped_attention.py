@@ -1,6 +1,7 @@
-"""Attention on the GPU, GPT-2's and of grouped queries, with gradients taken back through RoPE and QK-norm, against the
-CPU pages' functions in float64, in every precision and on every path. Outputs are NaN before the call, so that an
-element which is not written fails. (test_matmul_swiglu.py compiles Hopper's kernels.)"""
+"""Attention on the GPU, GPT-2's and of grouped queries, with gradients taken back through RoPE and
+QK-norm, against the CPU pages' functions in float64, in every precision and on every path. Outputs
+are NaN before the call, so that an element which is not written fails. (test_matmul_swiglu.py
+compiles Hopper's kernels.)"""
 
 import itertools
 
@@ -17,11 +18,13 @@ from test_kernels import BF16_TWICE, EXACT, PRECISIONS, SUMS, TF32, assert_close
 from test_matmul_swiglu import model, open_matmul
 from train_speedrun import qknorm_backward, rope_table
 
-HEADS = [(9, 3, 16), (6, 3, 48), (3, 1, 64), (9, 3, 64), (4, 4, 64), (6, 3, 80), (8, 2, 128), (3, 1, 128),
+HEADS = [(9, 3, 16), (6, 3, 48), (3, 1, 64), (9, 3, 64), (4, 4, 64), (6, 3, 80), (8, 2, 128),
+         (3, 1, 128),
          (4, 4, 128)]  # NH, NKV, HS
 GPT2_HEADS = [(12, 12, 64), (1, 1, 64), (25, 25, 64), (3, 3, 80), (2, 2, 128), (2, 2, 96)]
 SHAPES = [(1, 1), (3, 63), (2, 130), (1, 200), (2, 256), (1, 600)]  # B, T
-CASES = [*itertools.product(SHAPES, HEADS), *itertools.product([(1, 1), (3, 97), (1, 1000), (3, 1024)], GPT2_HEADS)]
+CASES = [*itertools.product(SHAPES, HEADS),
+         *itertools.product([(1, 1), (3, 97), (1, 1000), (3, 1024)], GPT2_HEADS)]
 TOLERANCES = {"tf32": TF32, "float32": SUMS, "bf16": BF16_TWICE}
 
 
@@ -43,23 +46,32 @@ def attention(inp, dout, sizes):
     return out, dinp
 
 
-@pytest.mark.parametrize("precision, kind", (("tf32", "native"), ("tf32", "portable"), ("float32", "native"),
-                                             ("bf16", "native"), ("bf16", "portable"), ("bf16", "two blocks")))
+@pytest.mark.parametrize("precision, kind",
+                         (("tf32", "native"), ("tf32", "portable"), ("float32", "native"),
+                          ("bf16", "native"), ("bf16", "portable"), ("bf16", "two blocks")))
 @pytest.mark.parametrize("B, T, NH, NKV, HS", [(*shape, *heads) for shape, heads in CASES])
 def test_grouped_attention(gpu, monkeypatch, B, T, NH, NKV, HS, precision, kind):
-    config, numbers, tolerance = model(NH=NH, NKV=NKV, HS=HS), PRECISIONS[precision], TOLERANCES[precision]
+    config = model(NH=NH, NKV=NKV, HS=HS)
+    numbers = PRECISIONS[precision]
+    tolerance = TOLERANCES[precision]
     device = get(gpu, config, numbers, "sm_80" if kind == "portable" else "native")
-    if kind == "two blocks":  # which take all tiles, one after the other, where each multiprocessor keeps its block
+    # which take all tiles, one after the other, where each multiprocessor keeps its block
+    if kind == "two blocks":
         if not hopper_attention(config, numbers, gpu.arch):
             pytest.skip("blocks do not stay here")
         monkeypatch.setattr(device, "sm_count", 2)
-    sizes, Q, QKV, e = (B, T, NH, NKV, HS), NH * HS, (NH + 2 * NKV) * HS, numbers.dtype
-    inp, dout = random(B, T, QKV, seed=1, spread=1.5, dtype=e), random(B, T, Q, seed=2, dtype=e)
+    sizes = (B, T, NH, NKV, HS)
+    Q = NH * HS
+    QKV = (NH + 2 * NKV) * HS
+    e = numbers.dtype
+    inp = random(B, T, QKV, seed=1, spread=1.5, dtype=e)
+    dout = random(B, T, Q, seed=2, dtype=e)
     inp_gpu, dout_gpu = on_gpu(inp, dout, dtype=e)
     expected, dinp = attention(inp, dout, sizes)
 
     def forward():
-        out, lse = unwritten(B, T, Q, dtype=e), unwritten(B, NH, T)
+        out = unwritten(B, T, Q, dtype=e)
+        lse = unwritten(B, NH, T)
         cuda.attention_forward(device, out, lse, inp_gpu, *sizes)
         return out, lse
 
@@ -68,17 +80,22 @@ def test_grouped_attention(gpu, monkeypatch, B, T, NH, NKV, HS, precision, kind)
     query, key, _ = train_llama3.split_heads(*wide(inp), *sizes)
     scores = np.where(np.tri(T, dtype=bool), query @ key.swapaxes(-1, -2) / HS**0.5, -np.inf)
     largest = scores.max(axis=-1)
-    expected_lse = (largest + np.log(np.exp(scores - largest[..., None]).sum(axis=-1))).reshape(B, NH, T)
+    expected_lse = (largest
+                    + np.log(np.exp(scores - largest[..., None]).sum(axis=-1))).reshape(B, NH, T)
     longest = np.linalg.norm(query, axis=-1).max() * np.linalg.norm(key, axis=-1).max() / HS**0.5
-    assert check_tensor("lse", lse.get(), expected_lse, (2.0**-10 if precision == "tf32" else EXACT) * longest)
+    assert check_tensor("lse", lse.get(), expected_lse,
+                        (2.0**-10 if precision == "tf32" else EXACT) * longest)
 
     # the gradients of a model with biases and no RoPE, then those of one with RoPE and no biases
     tables = train_llama3.rope_table(config, T)
     rope = on_gpu(np.stack(tables, axis=-1))
 
     def backward(rope, rows):
-        got, D, partials = unwritten(B, T, QKV, dtype=e), unwritten(B, NH, T), rows and unwritten(rows, QKV)
-        cuda.attention_backward(device, got, D, partials, dout_gpu, inp_gpu, out, lse, rope, None, *sizes)
+        got = unwritten(B, T, QKV, dtype=e)
+        D = unwritten(B, NH, T)
+        partials = rows and unwritten(rows, QKV)
+        cuda.attention_backward(device, got, D, partials, dout_gpu, inp_gpu, out, lse, rope, None,
+                                *sizes)
         return (got, partials) if rows else (got,)
 
     rows = cuda.partial_rows(B, T, device.sm_count, device.geometry).attention
@@ -91,25 +108,39 @@ def test_grouped_attention(gpu, monkeypatch, B, T, NH, NKV, HS, precision, kind)
 
     rotated, = same_bits_twice(lambda: backward(rope, None))
     values = Q + NKV * HS
-    assert np.array_equal(rotated[..., values:].get(), plain[..., values:].get()), "RoPE leaves values alone"
+    assert np.array_equal(rotated[..., values:].get(),
+                          plain[..., values:].get()), "RoPE leaves values alone"
     train_llama3.rope_backward(dinp, *wide(*tables), B, T, NH + NKV, HS)
     assert_close(tolerance, rotated=(rotated, dinp))
 
 
-@pytest.mark.parametrize("precision, arch, sm_count", (("tf32", "native", None), ("float32", "native", None),
-                                                       ("bf16", "native", None), ("bf16", "native", 2),
-                                                       ("bf16", "sm_80", None)))
-@pytest.mark.parametrize("B, T, NH, HS", ((3, 63, 3, 64), (2, 130, 4, 128), (1, 600, 2, 128), (2, 97, 3, 48)))
-def test_gradients_of_normalized_queries_and_keys(gpu, monkeypatch, B, T, NH, HS, precision, arch, sm_count):
-    config, numbers, sizes = model(NH=NH, NKV=NH, HS=HS), PRECISIONS[precision], (B, T, NH, NH, HS)
-    device, Q, QKV, e = get(gpu, config, numbers, arch, normed=True), NH * HS, 3 * NH * HS, numbers.dtype
+@pytest.mark.parametrize("precision, arch, sm_count",
+                         (("tf32", "native", None), ("float32", "native", None),
+                          ("bf16", "native", None), ("bf16", "native", 2),
+                          ("bf16", "sm_80", None)))
+@pytest.mark.parametrize("B, T, NH, HS",
+                         ((3, 63, 3, 64), (2, 130, 4, 128), (1, 600, 2, 128), (2, 97, 3, 48)))
+def test_gradients_of_normalized_queries_and_keys(gpu, monkeypatch, B, T, NH, HS, precision, arch,
+                                                  sm_count):
+    config = model(NH=NH, NKV=NH, HS=HS)
+    numbers = PRECISIONS[precision]
+    sizes = (B, T, NH, NH, HS)
+    device = get(gpu, config, numbers, arch, normed=True)
+    Q = NH * HS
+    QKV = 3 * NH * HS
+    e = numbers.dtype
     monkeypatch.setattr(device, "sm_count", sm_count or device.sm_count)
-    inp, dout = random(B, T, QKV, seed=1, dtype=e), random(B, T, Q, seed=2, dtype=e)
-    tables, rstd = rope_table(config, T), random(B, T, 2 * NH, seed=3) ** 2  # half of a head is not rotated
+    inp = random(B, T, QKV, seed=1, dtype=e)
+    dout = random(B, T, Q, seed=2, dtype=e)
+    tables = rope_table(config, T)
+    rstd = random(B, T, 2 * NH, seed=3) ** 2  # half of a head is not rotated
     inp_gpu, dout_gpu = on_gpu(inp, dout, dtype=e)
-    out, lse = unwritten(B, T, Q, dtype=e), unwritten(B, NH, T)
+    out = unwritten(B, T, Q, dtype=e)
+    lse = unwritten(B, NH, T)
     cuda.attention_forward(device, out, lse, inp_gpu, *sizes)
-    got, D, partials = unwritten(B, T, QKV, dtype=e), unwritten(B, NH, T), unwritten(B * -(-T // 64), QKV)
+    got = unwritten(B, T, QKV, dtype=e)
+    D = unwritten(B, NH, T)
+    partials = unwritten(B * -(-T // 64), QKV)
     cuda.attention_backward(device, got, D, partials, dout_gpu, inp_gpu, out, lse,
                             on_gpu(np.stack(tables, axis=-1)), on_gpu(rstd), *sizes)
 
@@ -118,11 +149,13 @@ def test_gradients_of_normalized_queries_and_keys(gpu, monkeypatch, B, T, NH, HS
     train_llama3.rope_backward(dinp, *wide(*tables), B, T, 2 * NH, HS)
     assert_close(TOLERANCES[precision], dinp=(got, dinp))
     allowed = TOLERANCES[precision] * np.abs(dinp).max() * (B * T) ** 0.5
-    assert check_tensor("dbias", partials.get().sum(axis=0, dtype=np.float64), dinp.sum(axis=(0, 1)), allowed)
+    assert check_tensor("dbias", partials.get().sum(axis=0, dtype=np.float64),
+                        dinp.sum(axis=(0, 1)), allowed)
 
 
 def same_bits_twice(call):
     """What call() returns, arrays; fails if it returns other bits the next time."""
-    first, second = call(), call()
+    first = call()
+    second = call()
     assert all(a.get().tobytes() == b.get().tobytes() for a, b in zip(first, second))
     return first

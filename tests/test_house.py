@@ -30,19 +30,22 @@ def test_a_program_s_imports_exist(path):
 
 def level(path):
     """Who may import whom: only what has the same level, or a lower one."""
-    return 0 if path.startswith("llmc/") else 2 if path.startswith(("tests/", "exercises/", "dev/", "doc/")) else 1
+    return (0 if path.startswith("llmc/") else 2
+            if path.startswith(("tests/", "exercises/", "dev/", "doc/")) else 1)
 
 
 def test_nothing_runs_in_circles():
-    """Nor up, from llmc/ to the programs, say, or from a CPU's files to a GPU's: also within functions. (Strings that
-    importlib gets are no imports here: llmc/api.py finds a page so.)"""
+    """Nor up, from llmc/ to the programs, say, or from a CPU's files to a GPU's: also within
+    functions. (Strings that importlib gets are no imports here: llmc/api.py finds a page so.)"""
     after = {path: set(imports(path, everywhere=True)) - {path} for path in files("*.py")}
     for path, used in after.items():
         assert all(level(name) <= level(path) for name in used), path
         loaded = {name for name in imports(path) if name.startswith("llmc/gpu/")}
         if level(path) < 2 and not path.startswith("llmc/gpu/") and not path.endswith("_cuda.py"):
-            allowed = {"evaluate.py": ("device",), "generate.py": ("device",)}.get(path, ())  # is there a GPU?
-            assert path == "test_gpt2.py" or loaded <= {f"llmc/gpu/{name}.py" for name in ("__init__", *allowed)}, path
+            # is there a GPU?
+            allowed = {"evaluate.py": ("device",), "generate.py": ("device",)}.get(path, ())
+            assert (path == "test_gpt2.py"
+                    or loaded <= {f"llmc/gpu/{name}.py" for name in ("__init__", *allowed)}), path
     while after:
         last = [path for path, used in after.items() if not used & after.keys()]
         assert last, f"a circle of {sorted(after)}"
@@ -52,6 +55,8 @@ def test_nothing_runs_in_circles():
 
 def test_one_version():
     """With its date, where it has one."""
-    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("pyproject.toml", "CHANGELOG.md", "CITATION.cff")]
+    texts = [(ROOT / name).read_text(encoding="utf-8")
+             for name in ("pyproject.toml", "CHANGELOG.md", "CITATION.cff")]
     version, date = re.search(r"^## (\S+), (\S+)$", texts[1], re.M).groups()
-    assert f'version = "{version}"' in texts[0] and f"version: {version}\ndate-released: {date}\n" in texts[2]
+    assert (f'version = "{version}"' in texts[0]
+            and f"version: {version}\ndate-released: {date}\n" in texts[2])

@@ -1,5 +1,6 @@
-"""dev/kernels with no GPU: that all kernels compile, and that every launch passes what the kernel takes; exercises/:
-stubs fail, the page's functions and the kernels of dev/kernels pass, a planted fault is named."""
+"""dev/kernels with no GPU: that all kernels compile, and that every launch passes what the kernel
+takes; exercises/: stubs fail, the page's functions and the kernels of dev/kernels pass, a planted
+fault is named."""
 
 import functools
 import inspect
@@ -31,29 +32,34 @@ from train_gpt2 import Config
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("arch, dtype", (("sm_75", "float32"), ("sm_80", "float32"), ("sm_80", "bfloat16"),
-                                         ("sm_90a", "float32"), ("sm_90a", "bfloat16")))
+@pytest.mark.parametrize("arch, dtype",
+                         (("sm_75", "float32"), ("sm_80", "float32"), ("sm_80", "bfloat16"),
+                          ("sm_90a", "float32"), ("sm_90a", "bfloat16")))
 def test_kernels_compile_with_no_gpu(arch, dtype):
     config = GPT2_124M if arch == "sm_90a" else AWKWARD[0]
     for grads in (0, 1) if dtype == "bfloat16" else (0,):
-        for file in (HOLD_FILE, *lab.portable_files(config, Precision(dtype, 1, grads), min(arch, "sm_80"))):
+        for file in (HOLD_FILE,
+                     *lab.portable_files(config, Precision(dtype, 1, grads), min(arch, "sm_80"))):
             compile_file(file, arch)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # launches: every rung of every layer, on a fake GPU
 
 
 class FakeLab(lab.Lab):
     def __init__(self, fake, config, precision):
         super().__init__(fake.gpu, config, precision)
-        self.torch, self.signatures, module = False, {}, fake.cp.RawModule("any")
+        self.torch = False
+        self.signatures = {}
+        module = fake.cp.RawModule("any")
         for device, arch, files, prefix in (
                 (self.device, "sm_90a", (), ""), (self.portable, "sm_80", lab.FILES, "portable ")):
             live = kernel_files(cuda.GPT2, config, precision, arch).values()
             for path in (*(ROOT / "kernels" / f"{file.name}.cu" for file in live), *files):
                 for name, parameters in signatures(str(path).removesuffix(".cu")).items():
-                    assert prefix + name not in self.signatures, f"{path}: another file has such a kernel"
+                    assert (prefix + name
+                            not in self.signatures), f"{path}: another file has such a kernel"
                     self.signatures[prefix + name] = parameters
                     device.functions[name] = module.get_function(prefix + name)
                     device.functions[name].max_dynamic_shared_size_bytes = device.shared.get(name, 0)
@@ -64,7 +70,8 @@ SIZES = [(AWKWARD[1], 3, 97), (AWKWARD[0], 1, 1), (Config(1024, 257, 1, 2, 128, 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_launches_pass_what_the_kernels_take(fake_gpu, name):
-    fake_gpu.cp.full, ran = lambda shape, value, dtype: np.full(shape, value, dtype).view(Array), set()
+    fake_gpu.cp.full = lambda shape, value, dtype: np.full(shape, value, dtype).view(Array)
+    ran = set()
     on_stream(SimpleNamespace(stream=fake_gpu.cp.cuda.Stream()))
     for (config, B, T), dtype in itertools.product(SIZES, ("bfloat16", "float32")):
         fake = FakeLab(fake_gpu, config, lab.precision_of(LAYERS[name], dtype))
@@ -81,24 +88,28 @@ def test_launches_pass_what_the_kernels_take(fake_gpu, name):
     assert ran == LAYERS[name].rungs.keys(), "each rung fits some of these sizes in some dtype"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # exercises
 
 FILES = sorted((ROOT / "exercises").glob("[0-9][0-9]_*.py"))
-SOLUTIONS = {  # exercise in CUDA -> the file of dev/kernels that has its kernels; a fault, as in FAULTS
+# exercise in CUDA -> the file of dev/kernels that has its kernels; a fault, as in FAULTS
+SOLUTIONS = {
     "11_layernorm": ("layernorm_forward", "c < C; c += 32) sum +=", "c < C - 32; c += 32) sum +=",
                      r"out\[.*, in layernorm_forward my_warp"),
-    "12_bias": ("bias_backward", "sums[warp][lane] = sum;", "sums[warp][lane] = 0; __syncthreads(); atomicAdd(&sums[0]"
+    "12_bias": ("bias_backward", "sums[warp][lane] = sum;",
+                "sums[warp][lane] = 0; __syncthreads(); atomicAdd(&sums[0]"
                 "[lane], sum); __syncthreads(); sum = sums[0][lane];",
                 r"a second run's dbias\[.*, in bias_backward my_fixed"),
     "13_softmax": ("softmax", "part.sum * expf(part.largest - largest)", "part.sum",
                    r"probs\[.*, in softmax my_online"),
     "14_matmul": ("matmul", "+ i % 2 * 8 + g, c =", "+ i % 2 * 4 + g, c =",
                   r"out\[.*, in matmul_forward my_tensor_cores"),
-    "15_attention": ("attention", "total *= factor;", "", r"out\[.*, in attention_forward my_online")}
+    "15_attention": ("attention", "total *= factor;", "",
+                     r"out\[.*, in attention_forward my_online")}
 FAULTS = {  # number of an exercise -> what to replace, by what, and what check.py must say of it
     4: ("np.float32(3.0) *", "np.float32(2.0) *", r"dinp\[.*in test_gelu"),
-    18: ("np.matmul(np.swapaxes(d, 2, 3), query[b])", "np.matmul(np.swapaxes(d, 2, 3), query[b][:, ::-1])",
+    18: ("np.matmul(np.swapaxes(d, 2, 3), query[b])",
+         "np.matmul(np.swapaxes(d, 2, 3), query[b][:, ::-1])",
          r"dinp\[.*in test_attention_of_groups"),
 }
 
@@ -118,23 +129,29 @@ def check_here(*flags, **environment):
     return done.returncode, done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("numbers", ((1, 11, 17), pytest.param((), marks=pytest.mark.large)), ids=("some", "all"))
+@pytest.mark.parametrize("numbers", ((1, 11, 17), pytest.param((), marks=pytest.mark.large)),
+                         ids=("some", "all"))
 def test_stubs_are_the_page_s(numbers):
     for path in FILES:
         for name, (owner, stub) in check.functions_of(path).items():
             assert inspect.signature(stub) == inspect.signature(getattr(owner, name)), name
             assert inspect.getdoc(stub) == inspect.getdoc(getattr(owner, name)), name
     for name, (solution, *_) in SOLUTIONS.items():
-        stubs, kernels = map(lab.signatures, (ROOT / f"exercises/{name}.cu", ROOT / f"dev/kernels/{solution}.cu"))
+        stubs, kernels = map(lab.signatures,
+                             (ROOT / f"exercises/{name}.cu", ROOT / f"dev/kernels/{solution}.cu"))
         assert stubs and stubs.items() <= kernels.items()
     status, lines = check_here(*numbers)
-    paths = [p for p in sorted((ROOT / "exercises").glob("[01]*")) if not numbers or int(p.name[:2]) in numbers]
+    paths = [p for p in sorted((ROOT / "exercises").glob("[01]*")) if not numbers
+             or int(p.name[:2]) in numbers]
     assert status == 1 and len(lines) == len(paths)
     for path, line in zip(paths, lines):
-        assert re.fullmatch(rf"{path.name}(: \w+ is not written yet|(, line \d+: not written yet)+)", line)
+        assert (re.fullmatch(rf"{path.name}(: \w+ is not written yet|(, line \d+: not written"
+                             r" yet)+)", line))
 
 
-@pytest.mark.parametrize("numbers, wrong", ((FAULTS, True), pytest.param(check.TESTS, False, marks=pytest.mark.large)))
+@pytest.mark.parametrize("numbers, wrong",
+                         ((FAULTS, True),
+                          pytest.param(check.TESTS, False, marks=pytest.mark.large)))
 def test_the_page_s_functions_pass_and_a_fault_is_named(tmp_path, numbers, wrong):
     files = [path for path in FILES if int(path.name[:2]) in numbers]
     faults = [FAULTS.get(number, ("", "", "")) for number in numbers]
@@ -142,19 +159,22 @@ def test_the_page_s_functions_pass_and_a_fault_is_named(tmp_path, numbers, wrong
         page = "train_llama3" if path.name >= "16" else "train_gpt2"
         functions = [textwrap.dedent(inspect.getsource(getattr(owner, name)))
                      for name, (owner, _) in check.functions_of(path).items()]
-        text = "\n\n".join([f"from llmc.tensors import layer, views\nfrom {page} import *", *functions])
+        text = "\n\n".join([f"from llmc.tensors import layer, views\nfrom {page} import *",
+                            *functions])
         assert not wrong or text.count(old) == 1, (path, old)
         (tmp_path / path.name).write_text(text.replace(old, new) if wrong else text)
     status, lines = check_here(*numbers, "--directory", tmp_path)
     assert status == wrong
     for line, path, (_, _, message) in zip(lines, files, faults, strict=True):
-        assert re.match(f"{path.name}: .*{message}" if wrong else f"{path.name}: passes$", line), line
+        assert re.match(f"{path.name}: .*{message}" if wrong else f"{path.name}: passes$",
+                        line), line
 
 
 def test_exercises_compile_where_there_is_no_gpu(tmp_path):
     pytest.importorskip("cuda.core")
     for name in SOLUTIONS:
-        assert compile_kernels(f"{ROOT}/exercises/{name}", "sm_90a", model_constants(GPT2_124M, Precision("bfloat16")))
+        assert compile_kernels(f"{ROOT}/exercises/{name}", "sm_90a",
+                               model_constants(GPT2_124M, Precision("bfloat16")))
     write_kernels(tmp_path)
     lines = [f"{name}.cu: compiles; whether it is right needs a GPU" for name in SOLUTIONS]
     without_gpu = functools.partial(check_here, CUDA_VISIBLE_DEVICES="-1")
@@ -162,11 +182,14 @@ def test_exercises_compile_where_there_is_no_gpu(tmp_path):
     stub = (ROOT / "exercises" / "11_layernorm.cu").read_text()
     (tmp_path / "11_layernorm.cu").write_text(stub.replace("// not written yet", "//", 1))
     (tmp_path / "12_bias.cu").write_text("")
-    (tmp_path / "13_softmax.cu").write_text("// one\n// two\n__device__ int broken() { return 1 + ; }\n")
+    (tmp_path
+     / "13_softmax.cu").write_text("// one\n// two\n__device__ int broken() { return 1 + ; }\n")
     status, (half, nothing, fault) = without_gpu(11, 12, 13, "--directory", tmp_path)
     assert status == 1 and re.search(r": compiles; .* a GPU; line \d+: not written yet$", half)
-    assert nothing.startswith("12_bias.cu: its kernels are none, expected one of bias_backward_atomics")
-    assert re.match(r"13_softmax.cu does not compile for sm_80: .*13_softmax.cu\(3\): error: expected an exp", fault)
+    assert nothing.startswith("12_bias.cu: its kernels are none, expected one of"
+                              " bias_backward_atomics")
+    assert re.match(r"13_softmax.cu does not compile for sm_80: .*13_softmax.cu\(3\): error:"
+                    r" expected an exp", fault)
 
 
 @pytest.mark.gpu
@@ -175,12 +198,14 @@ def test_exercises_on_a_gpu(tmp_path):
     on_gpu = functools.partial(check_here, *range(11, 16), "--directory", tmp_path)
     write_kernels(tmp_path)
     status, lines = on_gpu()
-    assert status == 0 and all(re.search(r"\.cu: passes; yours: \d+% of the speed of", line) for line in lines), lines
+    assert status == 0 and all(re.search(r"\.cu: passes; yours: \d+% of the speed of", line)
+                               for line in lines), lines
     for name in SOLUTIONS:
         stub = (ROOT / "exercises" / f"{name}.cu").read_text().replace("// not written yet", "//")
         (tmp_path / f"{name}.cu").write_text(stub)
     status, lines = on_gpu()
-    assert status == 1 and all("is NaN everywhere: is it written?, in" in line for line in lines), lines
+    assert status == 1 and all("is NaN everywhere: is it written?, in" in line
+                               for line in lines), lines
     write_kernels(tmp_path, wrong=True)
     status, lines = on_gpu()
     for line, (name, (*_, message)) in zip(lines, SOLUTIONS.items(), strict=True):
@@ -194,7 +219,8 @@ def test_errors_of_a_learner_are_a_line(tmp_path):
                        "def softmax_forward(*arguments):\n    page_s(*arguments)",
                        "line 7: NameError: this is the page's own function: write yours"),
         "02_layernorm": ("def layernorm_backward(:", "cannot be imported: SyntaxError"),
-        "04_gelu": ("def one():\n    return 1\n\ndef gelu_backward(dinp, inp, dout, N):\n    dinp[...] = one()",
+        "04_gelu": ("def one():\n    return 1\n\ndef gelu_backward(dinp, inp, dout, N):\n   "
+                    " dinp[...] = one()",
                     "dinp[0] is 1, exp"),
         "05_crossentropy": ("import os\nos._exit(0)", "ends the process that"),
         "06_encoder": (None, f"{tmp_path} has no 06_*.py; exercises are 1, 2, "),

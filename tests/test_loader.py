@@ -1,36 +1,31 @@
-"""The loader: order, shards, and runs that resume in the middle of shuffled data, llm.c's among them. Every file
-version round-trips, to the byte that FORMATS of llm.c gives; the sampler follows its golden values."""
+"""The loader: order, shards, and runs that resume in the middle of shuffled data, llm.c's among
+them. Every file version round-trips, to the byte that FORMATS of llm.c gives; the sampler follows
+its golden values."""
 
-import dataclasses
-import errno
 import functools
 import itertools
 import os
 import re
 import resource
 import struct
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import train_gpt2
-from conftest import GPT2_124M, SMALL, make_state, optimizer_of, random_params, remove_after
-from llmc.checkpoint import (Progress, owned_by_one, read_model, read_optimizer_state, write_model,
-                             write_optimizer_state)
+from conftest import SMALL, optimizer_of, remove_after
+from llmc.checkpoint import (Progress, owned_by_one, read_optimizer_state, write_optimizer_state)
 from llmc.dataloader import DataLoader, data_paths, open_tokens, tokenizer_beside, write_tokens
-from llmc.debugstate import check_tensor, fingerprint, read_debug_state, write_debug_state
 from llmc.errors import UserError
-from llmc.files import HEADER_BYTES, replacing
+from llmc.files import HEADER_BYTES
 from llmc.loop import validate
 from llmc.resume import checkpoint_paths, newest_checkpoint
-from llmc.sampler import Random, Writer
 from llmc.settings import Settings
 from llmc.shuffle import Position
-from llmc.tensors import allocate, bf16_bits, bf16_to_float32, check_finite, flat, table_elements, unpadded
-from llmc.tokenizer import Tokenizer, write_tokenizer
-from train_gpt2 import GPT2, activation_table, parameter_table
+from llmc.tensors import allocate, table_elements
+from llmc.tokenizer import write_tokenizer
+from train_gpt2 import parameter_table
 
 END_OF_MOMENTS = HEADER_BYTES + 8 * table_elements(parameter_table(SMALL))  # in a state file
 
@@ -42,7 +37,8 @@ def count_up(path, count, first=0):
 
 
 def shards_of(tmp_path, sizes):
-    """Token files of consecutive numbers, of so many samples of 2 x 4 each, and what llm.c leaves at their ends."""
+    """Token files of consecutive numbers, of so many samples of 2 x 4 each, and what llm.c leaves
+    at their ends."""
     starts = np.cumsum([0, *(8 * size + 5 for size in sizes)])
     return [count_up(tmp_path / f"shard_{i:03d}.bin", 8 * size + 5, start)
             for i, (size, start) in enumerate(zip(sizes, starts))]
@@ -51,7 +47,8 @@ def shards_of(tmp_path, sizes):
 def firsts(loader, count):
     """The first token of each of the next batches."""
     batches = [loader.next_batch() for _ in range(count)]
-    assert all(x.shape == (2, 4) and x.dtype == np.int32 and np.array_equal(y, x + 1) for x, y in batches)
+    assert all(x.shape == (2, 4) and x.dtype == np.int32 and np.array_equal(y, x + 1)
+               for x, y in batches)
     return [int(x[0, 0]) for x, _ in batches]
 
 
@@ -61,7 +58,8 @@ def test_spread_rows_cover_the_data_once(tmp_path, shuffle):
     batches = [loader.next_batch() for _ in range(3)]
     assert all(np.array_equal(targets, inputs + 1) for inputs, targets in batches)
     batches = [inputs[:, 0].tolist() for inputs, _ in batches]
-    assert sorted(batches) == [[0, 12], [4, 16], [8, 20]] and (batches == sorted(batches)) != shuffle
+    assert (sorted(batches) == [[0, 12], [4, 16], [8, 20]]
+            and (batches == sorted(batches)) != shuffle)
 
 
 NANO = np.random.default_rng(0).integers(0, 200, 3001) ** 2 % 257
@@ -76,7 +74,8 @@ NANO = np.random.default_rng(0).integers(0, 200, 3001) ** 2 % 257
     (np.frombuffer(b"some text, not ids\n" * 100, "<u2"), "<u2", 50257, "<i4")))
 def test_ids_of_uint16_without_a_header(tmp_path, capsys, ids, dtype, V, found):
     """As nanoGPT's, are read with a note where they are none of int32; all else is int32."""
-    path, right = tmp_path / "train.bin", found == dtype and ids.max() < V
+    path = tmp_path / "train.bin"
+    right = found == dtype and ids.max() < V
     path.write_bytes(ids.astype(dtype).tobytes())
     if right:
         assert np.array_equal(open_tokens(path, V), ids)
@@ -107,12 +106,15 @@ def test_a_pattern_over_several_vocabularies_is_refused(workplace, train):
 
 
 def test_what_is_beside_the_training_data(workplace):
-    """The names of validation data and of a vocabulary follow from its name, which may have brackets."""
+    """The names of validation data and of a vocabulary follow from its name, which may have
+    brackets."""
     assert data_paths(Settings(data="x.bin", val_data="y.bin")) == [["x.bin"], ["y.bin"]]
     for train, val, tokenizer in (("train/x_train.bin", "train/x_val.bin", "train/x_tokenizer.bin"),
-                                  ("a/train/x.bin", "a/val/x.bin", ""), ("a_train/x.bin", "a_val/x.bin", None),
+                                  ("a/train/x.bin", "a/val/x.bin", ""),
+                                  ("a_train/x.bin", "a_val/x.bin", None),
                                   ("train_set/x.bin", "val_set/x.bin", None)):
-        assert data_paths(Settings(data=train))[1] == [val] and tokenizer in (tokenizer_beside(train), None)
+        assert (data_paths(Settings(data=train))[1] == [val]
+                and tokenizer in (tokenizer_beside(train), None))
     assert [tokenizer_beside(data) for data in ("data/x", "d/x_train_*.bin")] == [
         "data/x_tokenizer.bin", "d/x_tokenizer.bin"]
     pytest.raises(UserError, data_paths, Settings(data="training/x.bin")).match("no 'train' in it")
@@ -125,14 +127,16 @@ def test_what_is_beside_the_training_data(workplace):
     assert data_paths(Settings(data="d/y_train_*.bin")) == [shards, ["d/y_val_0.bin"]]
 
 
-@pytest.mark.parametrize("tokens, rows", ((25, [2, 2, 2]), (29, [2, 2, 2, 1]), (5, [1]), (8, [1]), (9, [2]),
-                                          (24, [2, 2, 1])))
+@pytest.mark.parametrize("tokens, rows",
+                         ((25, [2, 2, 2]), (29, [2, 2, 2, 1]), (5, [1]), (8, [1]), (9, [2]),
+                          (24, [2, 2, 1])))
 def test_the_whole_set(tmp_path, tokens, rows):
     """Of a smaller last batch, each position counts in a mean as much as any other."""
     loader = DataLoader([count_up(tmp_path / "a.bin", tokens)], 29, 2, 4, least=5)
     batches = list(loader.whole_set())
     assert [len(inputs) for inputs, _ in batches] == rows and loader.whole_batches == len(rows)
-    assert loader.num_batches == max(1, tokens // 8) and loader.batches_per_epoch == (tokens - 1) // 8
+    assert (loader.num_batches == max(1, tokens // 8)
+            and loader.batches_per_epoch == (tokens - 1) // 8)
     assert all(np.array_equal(targets, inputs + 1) for inputs, targets in batches)
     assert [inputs[0, 0] for inputs, _ in batches] == list(range(0, 8 * len(rows), 8))
     mean = np.concatenate([inputs.ravel() for inputs, _ in batches]).mean()
@@ -140,44 +144,54 @@ def test_the_whole_set(tmp_path, tokens, rows):
 
 
 def llm_c_s_order(counts, seed=42):
-    """llm.c's loader as its state file describes it, with NumPy's mt19937, number by number. Yields for each sample:
-    (shard's number, sample's number, [shards of this epoch before, samples taken of this one], what a state file has
-    behind the moments)."""
+    """llm.c's loader as its state file describes it, with NumPy's mt19937, number by number. Yields
+    for each sample: (shard's number, sample's number, [shards of this epoch before, samples taken
+    of this one], what a state file has behind the moments)."""
     def permute(items):
         for i in range(len(items) - 1, 0, -1):
             j = int(random.randint(2**32, dtype=np.uint32)) % (i + 1)
             items[i], items[j] = items[j], items[i]
 
-    random, shards = np.random.RandomState(seed), list(range(len(counts)))
+    random = np.random.RandomState(seed)
+    shards = list(range(len(counts)))
     while True:
         permute(shards)
         for shard, number in enumerate(shards):
             permute(samples := list(range(counts[number])))
             _, state, used, *_ = random.get_state()
-            trailer = (struct.pack(f"<Q{len(shards)}iQ{len(samples)}i", len(shards), *shards, len(samples), *samples)
-                       + struct.pack("<QiI624I2I", seed, 625 - used, used, *state.tolist(), 0, 0x9908B0DF))
+            trailer = (struct.pack(f"<Q{len(shards)}iQ{len(samples)}i", len(shards), *shards,
+                                   len(samples), *samples)
+                       + struct.pack("<QiI624I2I", seed, 625 - used, used, *state.tolist(), 0,
+                                     0x9908B0DF))
             for taken, sample in enumerate(samples, 1):
                 yield number, sample, [shard, taken], trailer
 
 
 @pytest.mark.parametrize("counts, seed, golden", (
-    ((1192,), 42, [408, 791, 914, 1057]), ((74,), 42, [29, 58, 10, 4, 11, 25]),  # golden: the first in llm.c
+    # golden: the first in llm.c
+    ((1192,), 42, [408, 791, 914, 1057]), ((74,), 42, [29, 58, 10, 4, 11, 25]),
     ((7, 3, 700, 1, 5), 42, []), ((1,), 0, []), ((2, 2), 2**31 - 1, [])))
 def test_epochs_are_read_in_llm_c_s_order(tmp_path, counts, seed, golden):
-    """Each epoch shuffles the order of the shards again, each shard its samples, from one stream of numbers."""
-    starts, order = np.cumsum([0, *(8 * count + 5 for count in counts)]), llm_c_s_order(counts, seed)
-    expected = [int(starts[shard] + 8 * sample) for shard, sample, *_ in itertools.islice(order, 3 * sum(counts))]
+    """Each epoch shuffles the order of the shards again, each shard its samples, from one stream of
+    numbers."""
+    starts = np.cumsum([0, *(8 * count + 5 for count in counts)])
+    order = llm_c_s_order(counts, seed)
+    expected = [int(starts[shard] + 8 * sample)
+                for shard, sample, *_ in itertools.islice(order, 3 * sum(counts))]
     loader = DataLoader(shards_of(tmp_path, counts), 10000, 2, 4, True, seed=seed)
     assert firsts(loader, 3 * sum(counts)) == expected
     assert [first // 8 for first in expected[: len(golden)]] == golden
 
 
 def test_the_position_is_that_of_the_last_batch_taken(tmp_path, seed=7):
-    """Each position of two epochs, through a state file, whose bytes are llm.c's, leads to the next batch."""
+    """Each position of two epochs, through a state file, whose bytes are llm.c's, leads to the next
+    batch."""
     counts = (5, 3, 4)
-    paths, order = shards_of(tmp_path, counts), llm_c_s_order(counts, seed)
+    paths = shards_of(tmp_path, counts)
+    order = llm_c_s_order(counts, seed)
     whole = firsts(DataLoader(paths, 200, 2, 4, True, seed=seed), 40)
-    loader, state = DataLoader(paths, 200, 2, 4, True, seed=seed), tmp_path / "state.bin"
+    loader = DataLoader(paths, 200, 2, 4, True, seed=seed)
+    state = tmp_path / "state.bin"
     owned = owned_by_one(optimizer_of(*(allocate(parameter_table(SMALL)) for _ in range(2))))
     for taken in range(26):
         progress = Progress(7, 2**64 - 3, loader.position, (2, 4, 0), model_crc=2**32 - 5)
@@ -198,7 +212,8 @@ def test_the_position_is_that_of_the_last_batch_taken(tmp_path, seed=7):
 
 @pytest.fixture
 def train(run_here):
-    return functools.partial(run_here, train_gpt2, "-b", 2, "-t", 8, "-v", 0, "-s", 0, "--lines", "llmc")
+    return functools.partial(run_here, train_gpt2, "-b", 2, "-t", 8, "-v", 0, "-s", 0, "--lines",
+                             "llmc")
 
 
 @pytest.fixture
@@ -206,7 +221,8 @@ def shards(workplace):
     """data/s_train_*.bin of random tokens, and a validation file."""
     rng = np.random.default_rng(1)
     for i, size in enumerate((16 * 5 + 3, 16 * 3 + 9, 16 * 6 + 1)):
-        write_tokens(f"data/s_train_{i}.bin", [rng.integers(0, SMALL.V, size)], size, "uint16" if i % 2 else "int32")
+        write_tokens(f"data/s_train_{i}.bin", [rng.integers(0, SMALL.V, size)], size, "uint16"
+                     if i % 2 else "int32")
     write_tokens("data/s_val_0.bin", [rng.integers(0, SMALL.V, 50)], 50)
 
 
@@ -218,7 +234,8 @@ SHARDS = ("-i", "data/s_train_*.bin", "-l", 0.01)
 
 
 def test_several_shards_are_shuffled_unless_told_otherwise(shards, train):
-    """With --seed, which is that of random weights, too; a run resumes with the order that it began with."""
+    """With --seed, which is that of random weights, too; a run resumes with the order that it began
+    with."""
     def orders(*data):
         return [losses(train(*data, "-x", 5, *flags))
                 for flags in (("--shuffle", 0), ("--shuffle", 1), (), ("--seed", 7))]
@@ -238,12 +255,15 @@ def test_several_shards_are_shuffled_unless_told_otherwise(shards, train):
 
 @pytest.mark.parametrize("step", (5, 14))
 def test_a_run_of_llm_c_s_goes_on(shards, train, step):
-    """Its state file has none of our header's fields, another number of the last update, and any seed."""
+    """Its state file has none of our header's fields, another number of the last update, and any
+    seed."""
     flags = (*SHARDS, "-x", 16)
     whole = losses(train(*flags, "-o", "run", "-n", 1))
     remove_after("run", step)
     state = np.memmap(checkpoint_paths("run", step)[1], "<i4", "r+")
-    state[22:24], state[40:256], state[-630:-628] = 99, 0, -1
+    state[22:24] = 99
+    state[40:256] = 0
+    state[-630:-628] = -1
     assert losses(train(*flags, "-o", "run", "-y", 1)) == whole[step:]
 
 
@@ -253,7 +273,8 @@ def test_a_shuffled_run_goes_on_with_its_own_flags(shards, train):
     resume(*SHARDS, "--shuffle", 0, fails=("--shuffle 1", "expected", "--shuffle 0"))
     resume("-i", "data/s_train_0.bin", "-j", "data/s_val_0.bin", fails=("shuffled, of 3", "-i"))
     state = Path(checkpoint_paths("run", 3)[1])
-    whole, end = state.read_bytes(), END_OF_MOMENTS
+    whole = state.read_bytes()
+    end = END_OF_MOMENTS
     good = whole[:180] + bytes(8) + whole[188:]  # without a CRC-32
     for bad, words in ((whole[:-9] + bytes(9), "CRC-32"),
                        (whole[:80] + b"\1" + whole[81:], "CRC-32"),
@@ -271,14 +292,17 @@ def test_many_shards_take_two_descriptors(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 3, hard))
     try:
-        assert firsts(DataLoader(paths, 200 * 13, 2, 4), 201) == [*range(0, 200 * 13, 13), 0], "in order, and again"
+        assert (firsts(DataLoader(paths, 200 * 13, 2, 4), 201)
+                == [*range(0, 200 * 13, 13), 0]), "in order, and again"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_more_tokens_than_32_bits_count(tmp_path):
-    """5e9 tokens, nearly all of them in a hole of the file: sizes, positions and offsets are 64 bits."""
-    tokens, path = 5 * 10**9 + 1, tmp_path / "large.bin"
+    """5e9 tokens, nearly all of them in a hole of the file: sizes, positions and offsets are 64
+    bits."""
+    tokens = 5 * 10**9 + 1
+    path = tmp_path / "large.bin"
     write_tokens(path, [[]], tokens, "uint16")
     os.truncate(path, HEADER_BYTES + 2 * tokens)
     if path.stat().st_blocks > 1000:
@@ -287,7 +311,8 @@ def test_more_tokens_than_32_bits_count(tmp_path):
         f.seek(HEADER_BYTES + 2 * (tokens - 9))
         f.write(np.arange(1, 10, dtype="<u2").tobytes())
     loader = DataLoader([path], 10, 2, 4)
-    assert loader.num_batches == loader.batches_per_epoch == tokens // 8 and not loader.next_batch()[0].any()
+    assert (loader.num_batches == loader.batches_per_epoch == tokens // 8
+            and not loader.next_batch()[0].any())
     loader.seek(Position(0, loader.batches_per_epoch - 1))
     assert firsts(loader, 1) == [1]
 
@@ -305,120 +330,5 @@ def test_a_shard_that_becomes_bad_stops_the_run_once_it_is_saved(shards, train, 
     assert losses(train(*flags, "-o", "run", "-y", 1)) == whole[6:]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # files
-
-def test_layout_is_llm_c_s():
-    """The order of the tensors, and the sizes of 124M."""
-    params = allocate(parameter_table(GPT2_124M))
-    assert [*params.table] == ("wte wpe ln1w ln1b qkvw qkvb attprojw attprojb ln2w ln2b fcw fcb fcprojw fcprojb lnfw"
-                               " lnfb").split()
-    assert sum(x.size for x in unpadded(params, GPT2_124M.V)) == 124439808 and params.buffer.ctypes.data % 64 == 0
-    assert table_elements(parameter_table(GPT2_124M)) == 124475904
-    assert table_elements(activation_table(GPT2_124M, 4, 64)) == 73323776
-
-
-@pytest.mark.parametrize("version, rows", ((1, SMALL.V), (3, SMALL.V), (3, SMALL.Vp), (5, SMALL.Vp)))
-def test_model_round_trip(tmp_path, version, rows):
-    """A file without padding gets it; what stands in it takes no part."""
-    path, params, written = tmp_path / "model.bin", random_params(SMALL), dataclasses.replace(SMALL, Vp=rows)
-    want = bf16_to_float32(bf16_bits(flat(params))) if version == 5 else flat(params).copy()
-    params.wte[SMALL.V :] = 5.0
-    write_model(path, written, params, version)
-    config, read = read_model(path, GPT2)
-    assert config == SMALL and np.array_equal(flat(read), want)
-    size = 2 if version == 5 else 4
-    assert path.stat().st_size == HEADER_BYTES + size * table_elements(parameter_table(written))
-    header = np.fromfile(path, "<i4", 256)
-    sizes = [SMALL.maxT, SMALL.V, SMALL.L, SMALL.NH, SMALL.C, 0 if version == 1 else rows]
-    assert header[:8].tolist() == [20240326, version, *sizes]
-    assert not header[8:].any()
-    assert fingerprint(config, read) == fingerprint(SMALL, params), "one model, whatever the version"
-    if version == 5:  # also of bfloat16 bits, in which a NaN is found
-        bits = allocate(parameter_table(config, "bfloat16"))
-        flat(bits)[:] = bf16_bits(flat(read))
-        for name, tensors in (("a.bin", read), ("b.bin", bits)):
-            write_model(tmp_path / name, config, tensors, version)
-        assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
-        check_finite("here", bits, "")
-        bits.qkvb[1, 5] = 0x7FC0
-        pytest.raises(UserError, check_finite, "here", bits, "").match("here: tensor qkvb holds NaN")
-
-
-def test_bf16_rounds_to_nearest_even():
-    torch = pytest.importorskip("torch")
-    x = np.random.default_rng(0).standard_normal(100000, dtype=np.float32)
-    bits = [0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x80000000, 0x00000001]
-    values = np.concatenate((x, np.array(bits, np.uint32).view(np.float32)))
-    assert np.array_equal(bf16_to_float32(bf16_bits(values)), torch.from_numpy(values).bfloat16().float().numpy())
-
-
-@pytest.mark.parametrize("version", (1, 2))
-def test_debug_state_round_trip(tmp_path, version):
-    path, params = tmp_path / "state.bin", random_params(SMALL)
-    state = make_state(params)
-    write_debug_state(path, SMALL, state, version)
-    parts = state.x, state.y, state.logits, np.float32(state.loss), state.grads.wte[0]  # in llm.c's order
-    assert path.read_bytes()[HEADER_BYTES:].startswith(b"".join(part.tobytes() for part in parts))
-    read = read_debug_state(path, SMALL, params)
-    assert np.array_equal(read.losses, state.losses) and np.array_equal(flat(read.grads), flat(state.grads))
-    assert (read.loss, read.optimizer, read.crc) == (state.loss, state.optimizer, state.crc)
-    data = bytearray(path.read_bytes()[: -(40 + 40)])  # as llm.c writes it: without a trailer
-    data[32:44] = bytes(12)  # header ints [8] to [10]
-    path.write_bytes(data)
-    read = read_debug_state(path, SMALL, params)
-    assert read.losses is None and read.optimizer is None
-    assert not check_tensor("another shape", state.logits[None], state.logits, np.inf)
-
-
-def test_what_a_token_prints(capsysbinary):
-    """Text, also of characters that span tokens, but nothing that a terminal would obey."""
-    ascii = [bytes([i]) for i in range(128)]
-    for tokens, printed in ((ascii, bytes([*range(9, 14), *range(32, 127)])),
-                            (["ü".encode()[:1], "ü".encode()[1:], b"<|x|>"], "ü<|x|>".encode()),
-                            ([b"a\x1b]0;b", "\u009b\u202ec".encode()], b"a]0;bc")):
-        writer = Writer(Tokenizer(tokens, 0))
-        for id in range(len(tokens)):
-            writer.write(id)
-        writer.end()
-        assert capsysbinary.readouterr().out == printed + b"\n"
-
-
-def test_random_stream_is_llm_c_s():
-    random = Random()
-    assert [random.u32() for _ in range(5)] == [989205090, 818269915, 1335155955, 3876892996, 2941700015]
-    assert Random().f32() == (989205090 >> 8) / 16777216.0
-
-
-def test_replacing(tmp_path, at_call):
-    """The old file stays when writing fails; a new one is on the disk before it has its name; a link is followed."""
-    path, done = tmp_path / "file", []
-    path.write_bytes(b"old")
-    with pytest.raises(UserError, match="file: cannot be written .No space left on device"):
-        with replacing(path) as f:
-            f.write(b"new, but not all of it")
-            raise OSError(errno.ENOSPC, "No space left on device")
-    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
-    (tmp_path / "file.tmp").write_bytes(b"longer, of a process that was killed")
-    (tmp_path / "link").symlink_to(path)
-    for name in ("fsync", "replace"):
-        at_call(os, name, 0, functools.partial(done.append, name))
-    with replacing(tmp_path / "link") as f:
-        f.write(b"new")
-    assert path.read_bytes() == b"new" and done == ["fsync", "replace"]
-    assert (tmp_path / "link").is_symlink() and sorted(os.listdir(tmp_path)) == ["file", "link"]
-
-
-def test_a_pipe_is_written_to_and_stays_one(tmp_path):
-    """So does a device, such as /dev/null; what is neither that nor a file is refused."""
-    pipe, read = tmp_path / "pipe", []
-    os.mkfifo(pipe)
-    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
-    reader.start()
-    with replacing(pipe) as f:
-        f.write(b"new")
-    reader.join()
-    assert read == [b"new"] and pipe.is_fifo() and os.listdir(tmp_path) == ["pipe"]
-    with pytest.raises(UserError, match="written .a directory or a device, expected a file"):
-        with replacing(tmp_path):
-            pass

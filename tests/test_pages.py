@@ -47,7 +47,9 @@ GAINS = "ln0w", "ln1w", "ln2w", "lnfw"
 @PAGES
 def test_random_weights(page):
     """Of every layer, and of the last 1000 numbers, which are in another block than the first."""
-    name, V, found = next(iter(page.SIZES)), 1500, []
+    name = next(iter(page.SIZES))
+    V = 1500
+    found = []
     config, params = page.random_model(name, V, seed=3, maxT=64)
     assert (config.L, config.C, config.V, config.maxT) == (2, 128, V, 64)
 
@@ -61,7 +63,8 @@ def test_random_weights(page):
             assert not tensor[V:].any(), "padding"
             tensor = tensor[:V]
         for part in (*(tensor if row.stacked else [tensor]), tensor.reshape(-1)[-1000:]):
-            normal, n = part.ravel() / deviation, part.size
+            normal = part.ravel() / deviation
+            n = part.size
             assert abs(normal.std() - 1) < 5 / math.sqrt(2 * n), name
             assert abs(normal.mean()) < 5 / math.sqrt(n), name
             assert abs(np.mean(np.abs(normal) > 2) - 0.0455) < 1 / math.sqrt(n), f"{name} is normal"
@@ -119,7 +122,8 @@ class InPyTorch:
     """A page's optimizer, in float64, with the weights and moments that it has now."""
 
     def __init__(self, page, params, optimizer, settings, step=0, newton_schulz=FEW):
-        self.settings, self.newton_schulz = settings, newton_schulz
+        self.settings = settings
+        self.newton_schulz = newton_schulz
         self.matrices = MATRICES if page is Speedrun else {}
         self.tensors, self.m, self.v = (
             {name: torch.tensor(getattr(source, name)).double() for name in params.table}
@@ -127,7 +131,8 @@ class InPyTorch:
 
         groups = []
         for name, tensor in self.tensors.items():
-            times, decay = 1.0, settings.weight_decay
+            times = 1.0
+            decay = settings.weight_decay
             if page is Speedrun:
                 times = {"wte": 28.0, "lm_head": 0.16}.get(name, 0.6)
                 decay *= 0.02
@@ -252,10 +257,14 @@ def test_wsd_turns_where_llm_c_does():
 
 
 N = BLOCK + 1001  # elements: two blocks
-ROWS, V = 5, BLOCK // 2 - 1  # rows of so many elements: three blocks, two of two rows
-C, OC = 512, 4 * BLOCK // 512 + 600
+ROWS = 5
+V = BLOCK // 2 - 1  # rows of so many elements: three blocks, two of two rows
+C = 512
+OC = 4 * BLOCK // 512 + 600
 BATCH = 3
-ATT, QKV, HEADS = (BATCH, 2, 4, 4), (BATCH, 4, 24), (BATCH, 4, 8)  # two heads of four channels
+ATT = (BATCH, 2, 4, 4)
+QKV = (BATCH, 4, 24)
+HEADS = (BATCH, 4, 8)  # two heads of four channels
 GROUP = (BATCH, 4, 16)  # with one key and value head
 
 
@@ -265,7 +274,8 @@ def crossentropy_backward(dlogits, dlosses, probs, ids, *sizes):
 
 
 def rope(qkv, *sizes):
-    cos, sin = np.float32([[0.6, 0.8]]), np.float32([[0.8, 0.6]])
+    cos = np.float32([[0.6, 0.8]])
+    sin = np.float32([[0.8, 0.6]])
     train_llama3.rope_forward(qkv, cos, sin, *sizes)
 
 
@@ -311,9 +321,11 @@ def test_blocks_are_consecutive():
 @pytest.mark.parametrize("name", BY_BLOCKS)
 def test_later_blocks_are_like_the_first(name):
     """All rows at once, and in calls of half of them or, where a block has few, of one."""
-    (call, shapes, sizes), rng = BY_BLOCKS[name], np.random.default_rng(0)
+    call, shapes, sizes = BY_BLOCKS[name]
+    rng = np.random.default_rng(0)
     whole = [9 * rng.random(shape, dtype=np.float32) for shape in shapes]
-    parts, n = [x.copy() for x in whole], len(whole[0])
+    parts = [x.copy() for x in whole]
+    n = len(whole[0])
     call(*whole, *sizes(n))
 
     step = n // 2 if n > 100 else 1

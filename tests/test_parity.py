@@ -1,5 +1,5 @@
-"""Parity with PyTorch, by test_gpt2.py, of small models with random weights, made on the spot; with -m large of GPT-2
-124M; and that its verdict fails where it should."""
+"""Parity with PyTorch, by test_gpt2.py, of small models with random weights, made on the spot; with
+-m large of GPT-2 124M; and that its verdict fails where it should."""
 
 import functools
 import gc
@@ -31,7 +31,8 @@ from train_speedrun import Speedrun
 
 
 def untied_llama():
-    """(config, params): its classifier has a weight of its own, its heads more channels than the residual stream."""
+    """(config, params): its classifier has a weight of its own, its heads more channels than the
+    residual stream."""
     config = Llama3.Config(64, 250, 2, 6, 2, 96, 256, 200, 32, tied=0, factor=8, original=16)
     return config, random_params(Llama3.parameter_table(config), config.V, config.L, seed=42)
 
@@ -46,10 +47,12 @@ def write_pair(directory, name, vocabulary, B, T):
     else:
         config, params = architecture_of(name).random_model(name, VOCABULARIES[vocabulary])
     tokens = np.random.default_rng(1).integers(0, config.V, B * T + 1, dtype=np.int32)
-    x, y = tokens[:-1].reshape(B, T), tokens[1:].reshape(B, T)
+    x = tokens[:-1].reshape(B, T)
+    y = tokens[1:].reshape(B, T)
     paths = str(directory / "model.bin"), str(directory / "debug_state.bin")
     write_model(paths[0], config, params)
-    write_debug_state(paths[1], config, make_debug_state(config, params, x, y, STEPS)[0], config.STATES[-1])
+    write_debug_state(paths[1], config, make_debug_state(config, params, x, y, STEPS)[0],
+                      config.STATES[-1])
     return paths
 
 
@@ -62,14 +65,16 @@ def need(backend):
 
 
 all_backends = pytest.mark.parametrize("backend", [
-    pytest.param(backend, marks=pytest.mark.gpu if "cuda" in backend else ()) for backend in BACKENDS])
+    pytest.param(backend, marks=pytest.mark.gpu if "cuda" in backend else ())
+    for backend in BACKENDS])
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """pair(name, vocabulary, B, T) -> paths of a random model and its debug state, written once; its Yardstick is
-    computed once, too."""
-    compute, known = Yardstick, {}
+    """pair(name, vocabulary, B, T) -> paths of a random model and its debug state, written once;
+    its Yardstick is computed once, too."""
+    compute = Yardstick
+    known = {}
 
     def compute_once(config, params, x, y, precision):
         key = zlib.crc32(params.buffer), x.tobytes(), precision
@@ -109,13 +114,15 @@ def test_a_model_whose_logits_are_far_from_0():
     params.lnfb.fill(1.0)
     params.wte[: config.V] -= 0.03
     x, y = np.random.default_rng(1).integers(0, config.V, (2, 4, 33), dtype=np.int32)
-    assert Yardstick(config, params, x, y, "numpy").judge(replay(NumpyRun(config, params, x, y, SMOOTH)))
+    assert Yardstick(config, params, x, y,
+                     "numpy").judge(replay(NumpyRun(config, params, x, y, SMOOTH)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, backend", [
     (name, backend) for name in ("l2", "untied") for backend in BACKENDS
-    if "cuda" in backend and (name, backend) != ("untied", "cuda-fp8")])  # F=200: FP8 expects a multiple of 16
+    # F=200: FP8 expects a multiple of 16
+    if "cuda" in backend and (name, backend) != ("untied", "cuda-fp8")])
 def test_small_llamas_agree_with_pytorch(pair, name, backend):
     """In NumPy, they do in tests/test_llama.py."""
     need(backend)
@@ -131,21 +138,26 @@ def test_gpt2_124M_agrees_with_pytorch(tmp_path, backend):
 
 @pytest.mark.gpu
 @pytest.mark.large
-@pytest.mark.parametrize("dtype, matmul", (("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "kernels")))
+@pytest.mark.parametrize("dtype, matmul",
+                         (("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "kernels")))
 @pytest.mark.parametrize("B", (64, 96))
 def test_indices_beyond_32_bits(B, dtype, matmul):
-    """One forward and backward pass with B*T*Vp beyond 2^31 (B=64) and 2^32 (B=96), on B equal rows: their losses are
-    the same bit for bit, and the gradients are those of one row."""
+    """One forward and backward pass with B*T*Vp beyond 2^31 (B=64) and 2^32 (B=96), on B equal
+    rows: their losses are the same bit for bit, and the gradients are those of one row."""
     need("cuda")
-    T, (config, params), gpu = 1024, random_model("d12", VOCABULARIES["gpt2"]), open_gpu()
+    T = 1024
+    config, params = random_model("d12", VOCABULARIES["gpt2"])
+    gpu = open_gpu()
     tokens = np.random.default_rng(0).integers(0, config.V, T + 1, dtype=np.int32)
     precision = Precision(dtype)
-    (device, matmuls), results = open_device(cuda.GPT2, gpu, config, precision, matmul), []
+    device, matmuls = open_device(cuda.GPT2, gpu, config, precision, matmul)
+    results = []
     for rows in (B, 1):
         gc.collect()
         cp.get_default_memory_pool().free_all_blocks()  # from the previous model
         try:
-            settings = cuda.resolve_auto(cuda.CudaSettings(B=rows, T=T, dtype=dtype, matmul=matmul), gpu.arch)
+            settings = cuda.resolve_auto(cuda.CudaSettings(B=rows, T=T, dtype=dtype, matmul=matmul),
+                                         gpu.arch)
             trainer = Trainer(cuda.GPT2, config, settings, matmuls, params)
         except UserError as error:
             pytest.skip(str(error))
@@ -155,7 +167,8 @@ def test_indices_beyond_32_bits(B, dtype, matmul):
                 buffer.data.memset_async(0xFF, buffer.nbytes)  # NaN, in every dtype
             copy_to_gpu(trainer.batch.buffer, trainer.staged[0].buffer)
             trainer.model.micro_step(trainer, 0)
-            results.append((trainer.model.activations(rows, T).losses.get(), trainer.to_host(trainer.grads)))
+            results.append((trainer.model.activations(rows, T).losses.get(),
+                            trainer.to_host(trainer.grads)))
         del trainer
     (losses, grads), (_, expected) = results
     assert np.isfinite(losses).all() and (losses == losses[0]).all()
@@ -177,15 +190,18 @@ def run_here(monkeypatch, capsys):
 
 
 def test_the_program_fails_when_a_gradient_is_wrong(pair, run_here, monkeypatch):
-    """A factor of 1 + 1e-4 in GELU's backward pass fails the gradients after it, and only those; exit status 1."""
-    right, paths = train_gpt2.gelu_backward, pair("d2", "bytes", 2, 33)
+    """A factor of 1 + 1e-4 in GELU's backward pass fails the gradients after it, and only those;
+    exit status 1."""
+    right = train_gpt2.gelu_backward
+    paths = pair("d2", "bytes", 2, 33)
 
     def wrong(dinp, inp, dout, N):
         right(dinp, inp, dout, N)
         dinp *= np.float32(1.0001)
 
     status, lines = run_here(paths)
-    assert status == 0 and lines[-1] == "overall okay: 1" and not any("FAIL" in line for line in lines)
+    assert (status == 0 and lines[-1] == "overall okay: 1"
+            and not any("FAIL" in line for line in lines))
     monkeypatch.setattr(train_gpt2, "gelu_backward", wrong)
     status, lines = run_here(paths)
     assert status == 1 and lines[-1] == "overall okay: 0"
@@ -194,7 +210,8 @@ def test_the_program_fails_when_a_gradient_is_wrong(pair, run_here, monkeypatch)
 
 
 @pytest.mark.parametrize("row, error", (("dfcb[0]", 1.0), ("logits", np.nan)))
-def test_a_debug_state_full_of_errors_does_not_widen_the_tolerance(pair, run_here, tmp_path, row, error):
+def test_a_debug_state_full_of_errors_does_not_widen_the_tolerance(pair, run_here, tmp_path, row,
+                                                                   error):
     model, state_path = pair("d2", "bytes", 2, 33)
     config, params = read_model(model, GPT2)
     state = read_debug_state(state_path, config, params)
@@ -202,7 +219,8 @@ def test_a_debug_state_full_of_errors_does_not_widen_the_tolerance(pair, run_her
     tensor[0, 0] += error
     write_debug_state(tmp_path / "state.bin", config, state)
     status, lines = run_here((model, str(tmp_path / "state.bin")))
-    assert status == 1 and any(line.startswith(f"{row} ") and "debug state itself" in line for line in lines)
+    assert status == 1 and any(line.startswith(f"{row} ") and "debug state itself" in line
+                               for line in lines)
 
 
 def test_out_of_memory_is_a_line(pair, monkeypatch, run_here):
@@ -210,7 +228,8 @@ def test_out_of_memory_is_a_line(pair, monkeypatch, run_here):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
 
     monkeypatch.setattr(test_gpt2, "Yardstick", no_memory)
-    with pytest.raises(UserError, match="PyTorch: CUDA out of memory. Tried to allocate 2.00 GiB.$"):
+    with pytest.raises(UserError,
+                       match="PyTorch: CUDA out of memory. Tried to allocate 2.00 GiB.$"):
         run_here(pair("d2", "bytes", 2, 33))
 
 

@@ -1,22 +1,13 @@
-"""The training program as a user runs it: lines, logs, resuming to the bit, interruptions, outliers, schedules."""
+"""The training program as a user runs it: lines, logs, resuming to the bit, interruptions,
+outliers, schedules."""
 
 import collections
-import contextlib
 import csv
 import dataclasses
-import fcntl
-import itertools
 import json
 import math
 import os
-import pty
 import re
-import shlex
-import signal
-import struct
-import subprocess
-import sys
-import termios
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -34,8 +25,7 @@ import llmc.threads
 import plot_log
 import train_gpt2
 import train_gpt2_cuda
-from conftest import (ROOT, SMALL, assert_one_line_error, draw_slowly, make_model, random_params,
-                      remove_after, trainer_of)
+from conftest import (FAST, ROOT, SMALL, draw_slowly, make_model, random_params, remove_after, trainer_of)
 from llmc.api import load
 from llmc.checkpoint import write_model
 from llmc.dataloader import DataLoader, open_data, write_tokens
@@ -43,25 +33,16 @@ from llmc.errors import UserError
 from llmc.outliers import LOSS, RECENT, WINDOW, notes_on, read_recent, z_score
 from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint
 from llmc.settings import parse_settings, Settings
-from llmc.single_process import LAUNCHERS
 from llmc.tensors import flat, table_elements
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from train_gpt2 import activation_table, GPT2
 from train_llama3 import Llama3
 from train_speedrun import Speedrun
 
-FAST = ("-b", 2, "-t", 8, "-g", 16, "--lines", "llmc")  # whose losses have more digits
-
-
-@pytest.fixture
-def train(run_here):
-    """train(flag, ...): what a short run of the trainer prints, in this process."""
-    return lambda *flags: run_here(train_gpt2, *FAST, *flags).stdout
-
 
 def assert_goes_on(whole, rest, begin, step):
-    """What a resumed run in parts/ printed from `begin` on, less timings, its log and its checkpoint of this step are,
-    byte for byte, those of one in whole/ that was not interrupted."""
+    """What a resumed run in parts/ printed from `begin` on, less timings, its log and its
+    checkpoint of this step are, byte for byte, those of one in whole/ that was not interrupted."""
     whole, rest = (re.sub(r" \(took [0-9.]+ ms\)", "", text) for text in (whole, rest))
     assert whole.endswith(rest[rest.index(begin) :])
     for name in ("main.log", *checkpoint_paths("", step)):
@@ -73,8 +54,9 @@ def untimed(text):
 
 
 def test_lines(workplace, run_here):
-    """No flags: seven lines of what the run is; steps are counted from 1; llm.c's lines, with --lines llmc,
-    are its own to the byte, with the same losses: samples come after validation and before the update."""
+    """No flags: seven lines of what the run is; steps are counted from 1; llm.c's lines, with
+    --lines llmc, are its own to the byte, with the same losses: samples come after validation and
+    before the update."""
     config = dataclasses.replace(SMALL, maxT=64)
     write_model("gpt2_124M.bin", config, random_params(config))
     os.unlink("gpt2_tokenizer.bin")
@@ -83,14 +65,17 @@ def test_lines(workplace, run_here):
     names = ["settings:", "model", "data", "run", "device", "output", "memory"]
     assert [line.split()[0] for line in lines[:7]] == names
     parameters = 257 * 24 + 64 * 24 + 2 * (12 * 24**2 + 13 * 24) + 2 * 24
-    assert lines[1] == f"model     gpt2_124M.bin: L=2 NH=3 C=24 maxT=64 V=257, {parameters:,} parameters"
-    assert lines[2:4] == ["data      data/tiny_shakespeare: 15 batches of 4 x 64 tokens, 3 to validate",
+    assert (lines[1]
+            == f"model     gpt2_124M.bin: L=2 NH=3 C=24 maxT=64 V=257, {parameters:,} parameters")
+    assert lines[2:4] == ["data      data/tiny_shakespeare: 15 batches of 4 x 64 tokens, 3 to"
+                          " validate",
                           "run       41 steps of 256 tokens: 2.73 epochs"]
     expected = []
     for step in range(41):
         expected += [f"step {step:>2}/41 | val loss X"] * (step % 10 == 0)
-        expected += ["step 40/41 | validation was lowest at step 10, X: more steps overfit (--patience stops then, and"
-                     " keeps the best model)", "generating:", "---", "IDS", "---"] * (step == 40)
+        expected += ["step 40/41 | validation was lowest at step 10, X: more steps overfit"
+                     " (--patience stops then, and keeps the best model)", "generating:", "---",
+                     "IDS", "---"] * (step == 40)
         expected += [f"step {step + 1:>2}/41 | train loss X | norm X | lr 1.00e-04 | TIME | TIME"]
         expected[-1] += " | TIME left" * (step < 40)
     expected += ["41 steps in TIME, TIME while training; the model is in run"]
@@ -98,30 +83,40 @@ def test_lines(workplace, run_here):
     printed = re.sub(r"^(\d+ ){15}$", "IDS", printed, flags=re.MULTILINE)
     assert printed.splitlines()[7:] == expected
     theirs = run_here(train_gpt2, "--lines", "llmc").stdout
-    expected = ["[GPT-2]", "max_seq_len: 64", "vocab_size: 257", "num_layers: 2", "num_heads: 3", "channels: 24",
-        f"num_parameters: {parameters}", "train dataset num_batches: 15", "val dataset num_batches: 2",
+    expected = ["[GPT-2]", "max_seq_len: 64", "vocab_size: 257", "num_layers: 2", "num_heads: 3",
+                "channels: 24",
+        f"num_parameters: {parameters}", "train dataset num_batches: 15",
+                "val dataset num_batches: 2",
         f"num_activations: {table_elements(activation_table(config, 4, 64))}"]
     for step in range(41):
-        expected += ["val loss X"] * (step % 10 == 0) + ["generating:", "---", "IDS", "---"] * (step in (20, 40))
+        expected += (["val loss X"] * (step % 10 == 0) + ["generating:", "---", "IDS", "---"]
+                     * (step in (20, 40)))
         expected += [f"step {step}: train loss X (took X ms)"]
-    printed = re.sub(r"\d+\.\d{6}\b", "X", re.sub(r"^(\d+ ){63}$", "IDS", theirs, flags=re.MULTILINE))
+    printed = re.sub(r"\d+\.\d{6}\b", "X",
+                     re.sub(r"^(\d+ ){63}$", "IDS", theirs, flags=re.MULTILINE))
     assert printed.splitlines() == expected
-    ours, theirs = ([float(x) for x in re.findall(r"loss (\d\S+)", output)] for output in (text, theirs))
+    ours, theirs = ([float(x) for x in re.findall(r"loss (\d\S+)", output)]
+                    for output in (text, theirs))
     assert len(ours) == 46 and np.allclose(ours, theirs, rtol=0, atol=0.51e-4)
 
 
 def test_fewer_lines_and_verbose_ones(workplace, train, run_here):
     """A log has all steps, and losses alone. What else it has cannot be plotted."""
-    flags = ("-x", 8, "-s", 0, "--print_every", 3, "-d", 32, "-v", 4, "--lines", "short", "--verbose")
-    output, log = train(*flags, "-o", "run.log"), Path("run.log")
+    flags = ("-x", 8, "-s", 0, "--print_every", 3, "-d", 32, "-v", 4, "--lines", "short",
+             "--verbose")
+    output = train(*flags, "-o", "run.log")
+    log = Path("run.log")
     assert "8 steps of 32 tokens: 0.06 epochs" in output
     assert re.findall(r"^step (\d)/8 \| (train|val)", output, re.MULTILINE) == [
-        ("0", "val"), ("1", "train"), ("3", "train"), ("4", "val"), ("6", "train"), ("8", "train"), ("8", "val")]
+        ("0", "val"), ("1", "train"), ("3", "train"), ("4", "val"), ("6", "train"), ("8", "train"),
+        ("8", "val")]
     for field in dataclasses.fields(Settings):
         assert re.search(rf"^\| {field.name} +\| ", output, re.MULTILINE), field.name
     assert re.findall(r"^allocated \d+ MiB for (.*)$", output, re.MULTILINE) == [
-        "parameters", "gradients", "AdamW's m", "AdamW's v", "activations", "gradients of activations"]
-    events = [f"s:{i} {what}:L" for i in range(9) for what in ("tel", "trl") if (i % 4 == 0, i < 8)[what == "trl"]]
+        "parameters", "gradients", "AdamW's m", "AdamW's v", "activations",
+        "gradients of activations"]
+    events = [f"s:{i} {what}:L" for i in range(9) for what in ("tel", "trl")
+              if (i % 4 == 0, i < 8)[what == "trl"]]
     assert re.sub(r"\d+\.\d{4}", "L", log.read_text()).splitlines() == events
     log.write_text(log.read_text() + "hello\n")
     run_here(plot_log, log, fails=("run.log:12", "hello"))
@@ -129,10 +124,13 @@ def test_fewer_lines_and_verbose_ones(workplace, train, run_here):
 
 @pytest.mark.parametrize("flags, steps, warmup", (
     ((), 70, 35), (("-u", 9), 70, 9), (("-x", 3), 3, 1)))
-def test_a_small_text_is_not_learnt_by_heart(workplace, run_here, monkeypatch, flags, steps, warmup):
-    """Of random weights: ten epochs of seven batches, unless -x says more. The first step ends the run."""
+def test_a_small_text_is_not_learnt_by_heart(workplace, run_here, monkeypatch, flags, steps,
+                                             warmup):
+    """Of random weights: ten epochs of seven batches, unless -x says more. The first step ends the
+    run."""
     monkeypatch.setattr(train_gpt2, "train_step", Mock(side_effect=UserError("enough")))
-    done = run_here(train_gpt2, "-e", "d2", "-b", 7, "-t", 80, "-s", 0, "-v", 0, *flags, fails=["enough"])
+    done = run_here(train_gpt2, "-e", "d2", "-b", 7, "-t", 80, "-s", 0, "-v", 0, *flags,
+                    fails=["enough"])
     assert f"\nrun       {steps} steps of 560 tokens" in done.stdout
     assert f" warmup_steps={warmup}" in done.stdout
 
@@ -214,76 +212,57 @@ def test_the_memory_plan_is_what_the_model_allocates():
     settings = Settings(B=2, T=8, total_batch_size=32)
     model = make_model(2, 8, settings.micro_steps)
     decoder = train_gpt2.Decoder(SMALL, model.params, 1, 8)
-    tensors = model.params, model.grads, model.micro_grads, model.optimizer.m, model.optimizer.v, model.scratch, \
-        decoder.cache
+    tensors = (model.params, model.grads, model.micro_grads, model.optimizer.m, model.optimizer.v,
+               model.scratch, \
+         decoder.cache)
     buffers = [model.activations_buffer, decoder.buffer, *(tensor.buffer for tensor in tensors)]
     plan = train_gpt2.memory_plan(GPT2, SMALL, settings)
     assert sum(size for size, _ in plan) == sum(buffer.size for buffer in buffers)
 
 
-def start(*flags, **streams):
-    return subprocess.Popen([sys.executable, str(ROOT / "train_gpt2.py"), *map(str, (*FAST, *flags))], **streams)
-
-
-def test_a_terminal_shows_a_bar_below_the_lines(workplace, train, monkeypatch):
-    """Of 100 columns; nothing is left of it: the lines, samples included, are those of a pipe."""
-    pytest.importorskip("tqdm")
-    monkeypatch.delenv("TQDM_DISABLE", raising=False)
-    write_tokenizer("gpt2_tokenizer.bin", [b"<%d>" % id for id in range(257)], 256)
-    flags = ("-x", 6, "-v", 3, "-s", 3, "--lines", "short")
-    terminal, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-    process, wrote, screen = start(*flags, "-o", "run", stdin=theirs, stdout=theirs, stderr=theirs), b"", []
-    os.close(theirs)
-    with contextlib.suppress(OSError):  # its end
-        while piece := os.read(terminal, 1 << 16):
-            wrote += piece
-    os.close(terminal)
-    for line in wrote.decode().split("\n"):
-        row = ""
-        for written in line.split("\r"):
-            row = written + row[len(written) :]
-            assert len(written) <= 100 or "|" not in written, "the bar wraps"
-        screen.append(untimed(row.rstrip()))
-    plain = untimed(train(*flags, "-o", "run2").replace("run2", "run")).splitlines()
-    assert process.wait(timeout=60) == 0 and screen[1:] == [*plain[1:], ""]
-    assert all(words in wrote.decode() for words in ("validating   0%|", "training  17%|", "saving 100%|", "█"))
-
-
 def test_durations_and_utilization(capsys):
-    """Peaks of dense matmuls, by the names that CUDA gives, of whole GPUs; tokens of whole updates."""
+    """Peaks of dense matmuls, by the names that CUDA gives, of whole GPUs; tokens of whole
+    updates."""
     settings = Settings(B=2, T=8, total_batch_size=32)
     for console, words in ((llmc.progress.Console, "0.50 s | 64 tok/s | 50.0% MFU"),
                            (llmc.llmc_lines.LlmcCudaLines, "500.000000 ms, 64 tok/s")):
-        console = console(Mock(settings=settings, begin=0))
+        console = console(Mock(settings=settings, begin=0, lowest=(math.inf, 0)))
         console.peak = 128.0
         assert words in console.training_line(0, llmc.loop.Update(1.0, None, 0.5, None), 0.1, 9.0)
-        console.began, console.seconds = 0.0, 2.0
+        console.began = 0.0
+        console.seconds = 2.0
         console.print_end(4)
     assert ", 64 tok/s while training" in capsys.readouterr().out
     seconds = (0, 99.4, 100, 60 * 99, 60 * 130, 3600 * 47.5, 3600 * 76.2)
     assert list(map(llmc.progress.duration, seconds)) == [
         "0 s", "99 s", "2 min", "99 min", "2 h 10 min", "47 h 30 min", "3 d 4 h"]
-    for name, bf16 in (("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A10G", 70e12),
+    for name, bf16 in (("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12),
+                       ("NVIDIA A10G", 70e12),
                        ("NVIDIA A10", 125e12), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
                        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("a fake GPU", None)):
         assert llmc.gpu.precision.peak_flops(name, "bf16") == bf16, name
 
 
 def test_samples_and_validation(workplace, train):
-    """A sample is as from forward passes, also where it is longer than T; validation, the mean of the first batches."""
+    """A sample is as from forward passes, also where it is longer than T; validation, the mean of
+    the first batches."""
     os.unlink("gpt2_tokenizer.bin")
     output = train("-t", 5, "-g", 40, "-x", 1, "-s", 1, "-v", 1, "-m", 3, "-l", 0.0)
     assert [int(word) for word in output.split("---")[1].split()] == draw_slowly(5, [256], 39)
-    model, loader = make_model(2, 5), DataLoader(["data/tiny_shakespeare_val.bin"], SMALL.V, 2, 5)
+    model = make_model(2, 5)
+    loader = DataLoader(["data/tiny_shakespeare_val.bin"], SMALL.V, 2, 5)
     want = np.mean([model.forward(*loader.next_batch()) for _ in range(3)])
     assert float(re.search(r"val loss (\S+)", output)[1]) == pytest.approx(want, abs=1e-6)
-    assert "generating:" in train("-t", 1, "-g", 4, "-x", 1, "-s", 1, "-v", 0), "not one that moves by 0"
+    assert "generating:" in train("-t", 1, "-g", 4, "-x", 1, "-s", 1, "-v",
+                                  0), "not one that moves by 0"
 
 
 def test_logs_of_several_runs_in_a_directory(workplace, train):
-    """A resumed run drops lines of its own alone; a new run's files leave those of another, and notes, alone."""
-    flags, log, notes = ("-x", 4, "-v", 0, "-s", 0, "-o", "run"), Path("run/main.log"), b"my notes\r\n\xff and more\n"
+    """A resumed run drops lines of its own alone; a new run's files leave those of another, and
+    notes, alone."""
+    flags = ("-x", 4, "-v", 0, "-s", 0, "-o", "run")
+    log = Path("run/main.log")
+    notes = b"my notes\r\n\xff and more\n"
     os.mkdir("run")
     Path("run/main.csv").write_bytes(notes)
     train(*flags)
@@ -301,13 +280,14 @@ def test_logs_of_several_runs_in_a_directory(workplace, train):
 def read_table(path):
     """main.csv as rows, less what differs from run to run: seconds and tokens/s."""
     with open(path, newline="") as f:
-        return [{name: value for name, value in row.items() if name not in ("seconds", "tokens_per_second")}
+        return [{name: value for name, value in row.items()
+                 if name not in ("seconds", "tokens_per_second")}
                 for row in csv.DictReader(f)]
 
 
 def test_table(workplace, run_here):
-    """The log's events as rows, with the screen's steps; seconds go on where the interrupted run stopped. A step's loss
-    is the mean of its batches', its norm that before clipping."""
+    """The log's events as rows, with the screen's steps; seconds go on where the interrupted run
+    stopped. A step's loss is the mean of its batches', its norm that before clipping."""
     flags = (*FAST, "-s", 0, "-l", 0.001, "-o", "run", "--grad_clip", 0.1)
     run_here(train_gpt2, *flags, "-x", 4, "-v", 2, "-d", 32)
     log = (workplace / "run" / "main.log").read_text().splitlines()
@@ -317,12 +297,16 @@ def test_table(workplace, run_here):
     assert log == [f"s:{row['step']} tel:{float(row['val_loss']):.4f}" if row["val_loss"] else
                    f"s:{int(row['step']) - 1} trl:{float(row['train_loss']):.4f} lr:0.001000"
                    f" norm:{float(row['norm']):.2f}" for row in rows]
-    model, loader = make_model(2, 8, 2), DataLoader(["data/tiny_shakespeare_train.bin"], SMALL.V, 2, 8)
-    losses = [(model.forward(*loader.next_batch()), model.backward(micro_step, 2))[0] for micro_step in (0, 1)]
-    found, norm = float(rows[1]["train_loss"]), np.linalg.norm(flat(model.grads))
+    model = make_model(2, 8, 2)
+    loader = DataLoader(["data/tiny_shakespeare_train.bin"], SMALL.V, 2, 8)
+    losses = [(model.forward(*loader.next_batch()), model.backward(micro_step, 2))[0]
+              for micro_step in (0, 1)]
+    found = float(rows[1]["train_loss"])
+    norm = np.linalg.norm(flat(model.grads))
     assert found == pytest.approx(np.mean(losses), rel=1e-5)
     assert float(rows[1]["norm"]) == pytest.approx(norm, abs=1e-4) and norm > 0.2
-    assert {row["learning_rate"] for row in rows if float(row["tokens_per_second"] or 0)} == {"0.001"}
+    assert ({row["learning_rate"] for row in rows if float(row["tokens_per_second"] or 0)}
+            == {"0.001"})
     seconds = [float(row["seconds"]) for row in rows]
     assert seconds == sorted(seconds)
     assert plot_log.read_log("run/main.csv") == plot_log.read_log("run")
@@ -331,19 +315,24 @@ def test_table(workplace, run_here):
     assert more[:6] == rows[:6] and len(more) == 7 and more[6]["step"] == "5"
     assert seconds[5] < float(more[6]["seconds"]) < seconds[5] + 60
     note = run_here(train_gpt2, *flags, "-x", 6, "-v", 0, "-d", 64, "-y", 1).stderr
-    assert note.startswith("note: ") and all(words in note for words in ("32 tokens", "64", "-d 32"))
+    assert (note.startswith("note: ")
+            and all(words in note for words in ("32 tokens", "64", "-d 32")))
     assert [row["tokens"] for row in read_table("run/main.csv")][-2:] == ["160", "224"]
 
 
 @pytest.mark.parametrize("page, more", (
-    *((GPT2, order) for order in ((), ("--shuffle", 1), ("--spread", 1), ("--shuffle", 1, "--spread", 1))),
-    *((page, ("-e", size, "--print_every", 1)) for page, size in ((Llama3, "l2"), (Speedrun, "s2")))))
+    *((GPT2, order)
+      for order in ((), ("--shuffle", 1), ("--spread", 1), ("--shuffle", 1, "--spread", 1))),
+    *((page, ("-e", size, "--print_every", 1))
+      for page, size in ((Llama3, "l2"), (Speedrun, "s2")))))
 def test_resumed_run_is_bit_equal(workplace, run_here, page, more):
-    """Also once it is finished: then nothing is done. Its model writes text, and is for its own page alone."""
+    """Also once it is finished: then nothing is done. Its model writes text, and is for its own
+    page alone."""
     def train(*flags):
         return run_here(trainer_of(page), *FAST, *flags).stdout
 
-    flags = (*"-x 9 -v 3 -s 3 -u 2 -k cosine -c 0.1 --grad_clip 1 -d 32 -l 0.01 -n 4".split(), *more)
+    flags = (*"-x 9 -v 3 -s 3 -u 2 -k cosine -c 0.1 --grad_clip 1 -d 32 -l 0.01 -n 4".split(),
+             *more)
     whole = train(*flags, "-o", "whole")
     train(*flags, "-o", "parts")
     remove_after("parts", 4)
@@ -354,92 +343,16 @@ def test_resumed_run_is_bit_equal(workplace, run_here, page, more):
     assert read_table("whole/main.csv") == read_table("parts/main.csv")
     assert set(os.listdir("whole")) == set(os.listdir("parts"))
     if page is not GPT2:
-        text = run_here(generate, "whole", "--prompt", "ab", "--tokens", 20, "--ignore_eot", "--device", "cpu").stdout
+        text = run_here(generate, "whole", "--prompt", "ab", "--tokens", 20, "--ignore_eot",
+                        "--device", "cpu").stdout
         assert text.startswith("ab") and len(text) > 10
-        run_here(train_gpt2, "-e", "whole", fails=(f"checkpoint of {page.__module__}.py", "run the other page"))
-
-
-@pytest.fixture
-def two_cores(monkeypatch):
-    """two_cores(busy): a machine of two cores, of which other programs use `busy`."""
-    def change(busy):
-        times = itertools.count(-1e9, 9.0)
-        monkeypatch.setattr(llmc.threads.Others, "measure", lambda _: (t := next(times), t * busy))
-
-    monkeypatch.setattr(llmc.threads, "THREADS", 2)
-    monkeypatch.setattr(llmc.threads, "count_threads", lambda: 2)
-    monkeypatch.setattr(llmc.threads.time, "sleep", lambda _: None)
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    yield change
-    monkeypatch.undo()
-    llmc.threads.set_openblas_threads(llmc.threads.THREADS)
-
-
-def test_threads_beside_busy_programs(workplace, run_here, monkeypatch, two_cores):
-    """As many as there are free cores, as OMP_NUM_THREADS would have it; a run keeps its number."""
-    def train(steps, directory, *more):
-        flags = ("-e", "d2", "-v", 0, "-s", 0, "-k", "constant", "-u", 0, "--lines", "short")
-        return run_here(train_gpt2, *FAST, *flags, "-x", steps, "-o", directory, *more)
-
-    for busy, count in ((0.4, 2), (1.3, 1), (2.0, 1)):
-        two_cores(busy)
-        done = train(3, f"busy{busy}")
-        assert f"\ndevice    CPU, {count} thread" in done.stdout
-        assert done.stderr.count(f"use {busy} of 2 cores: this run has 1 of 2") == (count == 1)
-        monkeypatch.setattr(llmc.threads, "THREADS", 2)
-    two_cores(0.0)
-    kept = train(5, "busy1.3", "-y", 1)
-    assert "\ndevice    CPU, 1 thread, " in kept.stdout and not kept.stderr
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    train(5, "whole")
-    models = [Path(directory, "model_00000005.bin") for directory in ("busy1.3", "whole")]
-    assert models[0].read_bytes() == models[1].read_bytes()
-    other = train(6, "busy0.4", "-y", 1)
-    assert "had 2 threads, now it has 1: sums may be rounded" in other.stderr
-    assert "(OMP_NUM_THREADS=2 continues bit for bit)" in other.stderr
-
-
-@pytest.mark.parametrize("given, busy, notes", ((False, 1.0, 1), (False, 0.2, 0), (True, 1.0, 0)))
-def test_programs_that_slow_a_run_down_are_told_once(
-        workplace, run_here, monkeypatch, two_cores, given, busy, notes):
-    two_cores(0.0)
-    monkeypatch.setattr(train_gpt2, "fit_threads", lambda _: two_cores(busy) or 2)
-    if given:
-        monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    done = run_here(train_gpt2, *FAST, "-x", 4, "-v", 0, "-s", 0)
-    assert done.stderr.count(f"note: other programs use {busy} of 2 cores, which makes 2 threads"
-                             " slow: OMP_NUM_THREADS=1 may be faster") == notes
-
-
-def test_the_cores_that_others_use():
-    """The system's figure, less what this process does itself, cannot be more than all cores."""
-    others = llmc.threads.Others()
-    while others.measure()[0] - others.last[0] < 0.1:
-        pass
-    assert -0.5 < others.cores() < os.cpu_count() + 0.5
-
-
-@pytest.mark.parametrize("page", (GPT2, Llama3, Speedrun))
-@pytest.mark.parametrize("names", LAUNCHERS)
-def test_a_launcher_s_processes_would_all_be_the_same_run(
-        workplace, run_here, monkeypatch, page, names):
-    """The first says so, in one line; the others end. One process is harmless."""
-    monkeypatch.setenv("SLURM_STEP_ID", "0")
-    monkeypatch.setattr(llmc.single_process.time, "sleep", lambda _: None)
-    flags = ("-e", next(iter(page.SIZES)), *FAST, "-x", 1, "-v", 0, "-s", 0)
-    for rank, size in ((0, 2), (1, 2), (0, 1)):
-        for name, value in zip(names, (rank, size, rank)):
-            monkeypatch.setenv(name, str(value))
-        done = run_here(trainer_of(page), *flags, check=False)
-        assert done.returncode == int(size == 2) and bool(done.stdout) == (size == 1)
-        assert done.stderr.count("\n") == int((rank, size) == (0, 2))
-        if done.stderr:
-            one = f"{names[1]}=2: {page.__module__}.py is one process"
-            assert_one_line_error(done, one, f"{page.__module__}_cuda.py takes torchrun")
+        run_here(train_gpt2, "-e", "whole",
+                 fails=(f"checkpoint of {page.__module__}.py", "run the other page"))
 
 
 def test_a_run_s_newest_model_and_vocabulary_are_for_others(workplace, train, run_here):
-    """-e takes its directory. Another vocabulary of the same size would change the meaning of all ids."""
+    """-e takes its directory. Another vocabulary of the same size would change the meaning of all
+    ids."""
     flags = ("-b", 2, "-t", 8, "-v", 0, "-s", 0, "-x", 3)
     train(*flags, "-n", 1, "-o", "run")
     tuned = run_here(train_gpt2, *flags, "-e", "run", "-o", "tuned").stdout
@@ -447,65 +360,25 @@ def test_a_run_s_newest_model_and_vocabulary_are_for_others(workplace, train, ru
     tokens = read_tokenizer("gpt2_tokenizer.bin")
     write_tokenizer("other.bin", tokens.tokens[::-1], tokens.eot)
     for begin in (("-o", "run", "-y", 1), ("-e", "run")):
-        run_here(train_gpt2, *flags, "--tokenizer", "other.bin", *begin, fails=("other.bin: is another", "run/token"))
+        run_here(train_gpt2, *flags, "--tokenizer", "other.bin", *begin,
+                 fails=("other.bin: is another", "run/token"))
     assert read_tokenizer("run/tokenizer.bin") == tokens
     os.mkdir("hf")
     run_here(train_gpt2, *flags, "-e", "hf", fails=("hf: holds no checkpoint", "-o DIR"))
     Path("hf/config.json").write_text("{}")
-    run_here(train_gpt2, *flags, "-e", "hf", fails=("-e hf: a Hugging Face folder", "export_weights.py --model hf"))
-
-
-@pytest.mark.parametrize("call, signals, status, saved", ((4, (signal.SIGINT,), 130, 5), (4, (signal.SIGTERM,), 143, 5),
-    (0, (signal.SIGINT, signal.SIGTERM, signal.SIGINT), 130, None),  # of two, only a second Ctrl-C is impatient
-    (0, (signal.SIGHUP,), 0, 7)))  # which nohup ignores
-def test_a_signal_saves_and_says_how_to_resume(workplace, run_here, at_call, call, signals, status, saved):
-    at_call(train_gpt2, "train_step", call, lambda: [os.kill(os.getpid(), number) for number in signals])
-    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    done = run_here(train_gpt2, *FAST, "-x", 7, "-v", 0, "-s", 0, "-o", "a run", check=False)
-    signal.signal(signal.SIGHUP, old)
-    assert done.returncode == status and newest_checkpoint("a run") == saved
-    if saved == 5:
-        command = re.search(r"stopped after step 4; .*: python (.*)", done.stderr)[1]
-        resumed = run_here(train_gpt2, *shlex.split(command)[1:]).stdout
-        assert re.findall(r"step (\d): train loss", resumed) == ["5", "6"]
-
-
-@pytest.mark.parametrize("of, name, flags", ((train_gpt2.Decoder, "logits", ("-s", 3, "-g", 10**6)),
-                                             (GPT2, "forward", ("-v", 3, "-m", 10**6))))
-def test_a_signal_within_a_sample_or_a_validation(workplace, run_here, train, at_call, of, name, flags):
-    """Both end at once, and are done again by the resumed run, with the same random numbers."""
-    at_call(of, name, 20, lambda: os.kill(os.getpid(), signal.SIGINT))
-    done = run_here(train_gpt2, *FAST, "-x", 5, "-v", 0, "-s", 0, "-o", "parts", *flags, check=False)
-    assert done.returncode == 130
-    if flags[0] == "-v":  # which is due before the first step, too
-        assert "before the first step" in done.stderr and newest_checkpoint("parts") is None
-        return
-    assert "after step 2;" in done.stderr and newest_checkpoint("parts") == 3
-    short = ("-s", 3, "-g", 20, "-v", 0, "-n", 5, "-x", 5)
-    rest, whole = (train(*short, *more) for more in (("-o", "parts", "-y", 1), ("-o", "whole")))
-    assert_goes_on(whole, rest, "generating:", 5)
-
-
-@pytest.mark.parametrize("kind", ("pipe", "terminal"))
-def test_a_run_whose_output_nobody_reads_saves_first(
-        workplace, run_here, at_call, monkeypatch, kind):
-    """Ctrl-C kills `| tee`, too; or a terminal was closed. There is no traceback, also of what was
-    not yet written."""
-    reader, writer = os.pipe() if kind == "pipe" else pty.openpty()
-    monkeypatch.setattr(sys, "stdout", open(writer, "w"))
-    at_call(train_gpt2, "train_step", 3, lambda: os.close(reader))
-    done = run_here(train_gpt2, *FAST, "-x", 9, "-v", 0, "-s", 0, "-o", "run", check=False)
-    sys.stdout.close()
-    assert done.returncode == 128 + signal.SIGHUP and newest_checkpoint("run") == 4
-    assert re.fullmatch("stopped after step 3; resume with: .*\n", done.stderr)
+    run_here(train_gpt2, *flags, "-e", "hf",
+             fails=("-e hf: a Hugging Face folder", "export_weights.py --model hf"))
 
 
 def test_z_scores_are_those_of_the_last_values():
     """And those of a checkpoint's notes go on as they were."""
-    rng, recent, last = np.random.default_rng(0), np.zeros(2, RECENT), collections.deque(maxlen=WINDOW)
+    rng = np.random.default_rng(0)
+    recent = np.zeros(2, RECENT)
+    last = collections.deque(maxlen=WINDOW)
     for i, x in enumerate(rng.standard_normal(400).astype(np.float32)):
         last.append(float(x))
-        expected = (x - np.mean(last)) / np.std(last) if i >= WINDOW else 0.0  # as llm.c, from the 129th on
+        # as llm.c, from the 129th on
+        expected = (x - np.mean(last)) / np.std(last) if i >= WINDOW else 0.0
         assert abs(z_score(recent[LOSS], x) - expected) < 1e-6
         if i in (5, 300):
             recent = read_recent(json.loads(json.dumps(notes_on(recent))))
@@ -518,7 +391,8 @@ def test_z_scores_are_those_of_the_last_values():
 
 @pytest.mark.parametrize("flag, what", (("-sl", "loss"), ("-sg", "norm")))
 def test_a_damaged_batch_changes_no_weight(workplace, train, run_here, flag, what, damaged=140):
-    """Text of four tokens, but for one update's batch, which is skipped, by a resumed run, too. This is said."""
+    """Text of four tokens, but for one update's batch, which is skipped, by a resumed run, too.
+    This is said."""
     def run(steps, directory, *more):
         flags = ("-v", 0, "-s", 0, "-l", 1e-2, "-u", 20, "-n", 70, "--lines", "short", flag, 5)
         return train(*flags, "-x", steps, "-o", directory, *more)
@@ -538,7 +412,8 @@ def test_a_damaged_batch_changes_no_weight(workplace, train, run_here, flag, wha
     for name in checkpoint_paths("", 142):
         assert Path("parts", name).read_bytes() == Path("whole", name).read_bytes()
     Path("whole/DONE_00000142").write_text("{")
-    run_here(train_gpt2, *FAST, "-x", 143, "-o", "whole", "-y", 1, fails=["DONE_00000142: cannot be read; remove "])
+    run_here(train_gpt2, *FAST, "-x", 143, "-o", "whole", "-y", 1,
+             fails=["DONE_00000142: cannot be read; remove "])
 
 
 @pytest.mark.parametrize("flags, updates, warmup, rate", (
@@ -572,86 +447,16 @@ def test_the_loss_of_a_short_run_falls(workplace):
     assert max(np.diff(losses)) < 0.3 and losses[-1] < 4.4
 
 
-def notes_of(capsys, settings_class, line):
-    """(settings, notes) of a command line."""
-    settings = parse_settings(settings_class, "", line.split())
-    return settings, capsys.readouterr().err
-
-
-@pytest.mark.parametrize("line, notes", (
-    ("-pn 16 -pr 0 -pg 8 -ps 10.0.0.1 -pi tcp -lg 10", (
-        "note: -pn 16, -pg 8, -ps 10.0.0.1, -pi tcp: torchrun", "note: -lg 10: nvidia-smi")),
-    ("-pf /shared -pi fs", ("note: -pf /shared, -pi fs: torchrun",)),
-    ("--write_tensors 0", ("note: --write_tensors 0: export_weights.py",)),
-    ("--device cpu", ("note: --device cpu: train_gpt2.py is for CPUs",)),
-    ("-n 5", ("note: -n 5: no checkpoints, as there is no -o",)),
-    ("-n 5 -o run.log", ("note: -n 5: no checkpoints, as -o run.log is a log file",)),
-    ("-n 5 -o run", ()), ("-pr 0 --inference_only 0", ())))
-def test_llm_c_s_flags_that_do_nothing_here(capsys, line, notes):
-    _, printed = notes_of(capsys, Settings, line)
-    for note in notes:
-        assert note in printed
-    own = [line for line in printed.splitlines() if "with llm.c's" not in line]
-    assert len(own) == len(notes)
-
-
-@pytest.mark.parametrize("line, words", (
-    ("--inference_only 1 --write_tensors 0", "export_weights.py --write_tensors 0 --inference_"),
-    ("-pm mpi", "-pm"), ("-e gpt3:c999", "expected one of d2, d4"), ("-y 1", "-y needs a dir")))
-def test_llm_c_s_flags_that_are_refused(workplace, run_here, line, words):
-    done = run_here(train_gpt2, *line.split(), check=False)
-    assert done.returncode in (1, 2) and words in done.stderr and "Traceback" not in done.stderr
-
-
-THEIR_LINE = "-v 250 -s 20000 -g 144 -b 64 -t 1024 -d 524288 -c 0.1 -l 0.0006 -q 0.0 -u 700 -e d12 "
-
-
-@pytest.mark.parametrize("settings_class", (Settings, train_gpt2_cuda.CudaSettings))
-@pytest.mark.parametrize("more", ("-h 1", "-r 0", "-z 1", "-lg 1", "-pn 1", "-x -1", "-e gpt2:d12"))
-def test_a_flag_that_only_llm_c_has_brings_its_defaults(capsys, settings_class, more):
-    """Those of its train_gpt2.cu; without one, or on a page whose model it lacks, ours stay."""
-    settings, notes = notes_of(capsys, settings_class, THEIR_LINE + more)
-    assert (settings.steps, settings.val_batches) == (0, 20)
-    assert (settings.shuffle, settings.spread, settings.decay) == (1, 0, "matrices")
-    assert (settings.warmup_steps, settings.schedule, settings.beta2) == (700, "cosine", 0.95)
-    assert notes.count(f"note: with llm.c's {more.split()[0]}, what is not given is as in") == 1
-    settings.fit_to_text(3)
-    assert settings.steps == 0 and settings.is_llmc
-    for other in (settings_class, Speedrun.Settings):
-        model = "s2" if other is Speedrun.Settings else "d12"
-        ours, _ = notes_of(capsys, other, f"-e {model}" + " -h 1" * (other is Speedrun.Settings))
-        assert ours.steps == 1000 and ours.spread == 1 and not ours.is_llmc
-
-
-def test_llm_c_s_epoch_has_the_ends_of_all_shards(workplace, run_here):
-    """As its number of updates: run_gpt2_124M.sh waits for the file DONE of that step."""
-    for shard in range(3):
-        write_tokens(f"s_{shard}.bin", [np.arange(127, dtype=np.int32) % 257], 127)
-    flags = (*"-i s_*.bin -j s_0.bin -e d2 -b 2 -t 16 -d 64 -v 0 -s 0 -o".split(), "run")
-    run_here(train_gpt2, *flags, "-z", 1)
-    assert complete_checkpoints("run") == [3 * 127 // 64]
-    run_here(train_gpt2, *flags[:-1], "ours", "-x", 0)
-    assert complete_checkpoints("ours") == [3 * (126 // 32) // 2]
-
-
-@pytest.mark.parametrize("name, L, NH, C", (
-    ("c384", 6, 6, 384), ("c768", 12, 12, 768), ("c1024", 24, 16, 1024), ("c1536", 24, 16, 1536),
-    ("c2048", 24, 16, 2048), ("c2560", 32, 32, 2560), ("c4096", 32, 32, 4096)))
-def test_gpt3_s_models(capsys, name, L, NH, C):
-    """As in llm.c's gpt3_set_hyperparameters."""
-    settings, _ = notes_of(capsys, Settings, f"-e gpt3:{name}")
-    assert train_gpt2.SIZES[settings.model] == (L, NH, C) and settings.learning_rate == 3e-4
-    ours, _ = notes_of(capsys, Settings, f"-e {settings.model}")
-    assert ours.learning_rate == 0.0072 / L
-
-
 def test_defaults(here):
-    """A model file's are llm.c's, those of random weights ours; given flags come first; a file named d4 is a file."""
+    """A model file's are llm.c's, those of random weights ours; given flags come first; a file
+    named d4 is a file."""
     s = Settings()
     assert (s.val_every, s.val_batches, s.sample_every, s.sample_tokens) == (10, 5, 20, 64)
     assert (s.T, s.beta1, s.beta2, s.eps, s.weight_decay) == (64, 0.9, 0.999, 1e-8, 0.0)
-    names = "B", "steps", "shuffle", "spread", "learning_rate", "warmup_steps", "schedule", "grad_clip"
-    llmc, defaults = (4, 41, -1, 0, 1e-4, 0, "constant", 0.0), (16, 1000, 1, 1, 0.0018, 100, "cosine", 1.0)
+    names = ("B", "steps", "shuffle", "spread", "learning_rate", "warmup_steps", "schedule",
+             "grad_clip")
+    llmc = (4, 41, -1, 0, 1e-4, 0, "constant", 0.0)
+    defaults = (16, 1000, 1, 1, 0.0018, 100, "cosine", 1.0)
     given = 16, 50, 1, 0, 1e-4, 100, "cosine", 0.0
     for flags, expected in (("-e gpt2_124M.bin", llmc), ("-e d4", defaults),
                             ("-e d4 -x 50 --spread 0 -l 1e-4 --grad_clip 0", given)):

@@ -1,5 +1,6 @@
-"""The pages of doc/: blocks run and print what the page says, or compile; what they name exists; the notebook runs, and
-stores what a run prints. scripts/: each runs for a short time, or with a Python that only notes its commands."""
+"""The pages of doc/: blocks run and print what the page says, or compile; what they name exists;
+the notebook runs, and stores what a run prints. scripts/: each runs for a short time, or with a
+Python that only notes its commands."""
 
 import base64
 import importlib
@@ -32,8 +33,9 @@ NOTEBOOK = json.loads((ROOT / "doc" / "first_run.ipynb").read_text(encoding="utf
 CELLS = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
 
-@pytest.mark.parametrize("name, count", (("layernorm/layernorm.md", 9), ("attention/attention.md", 9),
-                                         ("walkthrough.md", 10)))
+@pytest.mark.parametrize("name, count",
+                         (("layernorm/layernorm.md", 9), ("attention/attention.md", 9),
+                          ("walkthrough.md", 10)))
 def test_python_blocks(name, count):
     path = ROOT / "doc" / name
     blocks = read_blocks(path.read_text(encoding="utf-8"), path)
@@ -65,12 +67,14 @@ def test_cuda_blocks_compile(tmp_path, fake_gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(
-    str(path.relative_to(ROOT)) for directory in ("doc", "dev") for path in sorted(ROOT.glob(f"{directory}/**/*.md")))))
+    str(path.relative_to(ROOT)) for directory in ("doc", "dev")
+    for path in sorted(ROOT.glob(f"{directory}/**/*.md")))))
 def test_what_a_page_names_exists(name):
     """Targets of relative links, paths of this project, and programs in commands."""
     text = (ROOT / name).read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
-    paths = re.findall(r"(?<![\w/.~-])(?:llmc|kernels|dev|doc|tests|scripts)/[\w./-]*\w(?![\w/*{<])", text)
+    pattern = r"(?<![\w/.~-])(?:llmc|kernels|dev|doc|tests|scripts)/[\w./-]*\w(?![\w/*{<])"
+    paths = re.findall(pattern, text)
     programs = re.findall(r"\bpython ([\w/]+\.py)", text)
     missing = [link for link in links if not ((ROOT / name).parent / link).exists()]
     assert missing + [path for path in (*paths, *programs) if not (ROOT / path).exists()] == []
@@ -86,17 +90,21 @@ def check_notebook(printed, steps):
 def test_what_the_notebook_stores():
     outputs = [output for cell in CELLS for output in cell["outputs"]]
     printed = "".join("".join(output.get("text", "")) for output in outputs)
-    pictures = ["".join(output["data"]["image/png"]) for output in outputs if "image/png" in output.get("data", {})]
+    pictures = ["".join(output["data"]["image/png"]) for output in outputs
+                if "image/png" in output.get("data", {})]
     check_notebook(printed, 700)
     assert len(pictures) == 1 and base64.b64decode(pictures[0]).startswith(b"\x89PNG")
-    assert not re.search(r"^/|[ '\"](/work|/tmp|/home|/root)|\x1b|\r(?!\n)|Warning", printed, re.MULTILINE)
-    assert [cell["execution_count"] for cell in CELLS] == list(range(1, len(CELLS) + 1)), "run once, in their order"
+    assert not re.search(r"^/|[ '\"](/work|/tmp|/home|/root)|\x1b|\r(?!\n)|Warning", printed,
+                         re.MULTILINE)
+    assert ([cell["execution_count"] for cell in CELLS]
+            == list(range(1, len(CELLS) + 1))), "run once, in their order"
 
 
 def test_the_notebook_runs(here, monkeypatch, run_here):
     """In this process: a line that begins with ! is a program with its flags."""
     pytest.importorskip("IPython")
-    for name, value in dict(FIRST_RUN_STEPS="4", FIRST_RUN_TEXT="my text.txt", TQDM_DISABLE="1").items():
+    for name, value in dict(FIRST_RUN_STEPS="4", FIRST_RUN_TEXT="my text.txt",
+                            TQDM_DISABLE="1").items():
         monkeypatch.setenv(name, value)
     (here / "train_gpt2.py").touch()  # so the cells know where they are
     (here / "my text.txt").write_text("First Citizen: what, ROMEO!\n" * 400)
@@ -115,20 +123,24 @@ def test_the_notebook_runs(here, monkeypatch, run_here):
     assert (here / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # scripts/
 
 RECIPES = [f"{path.name} {size}" for path in sorted((ROOT / "scripts").glob("run_*.sh"))
-           for size in re.findall(r"^(\d+M)\)$", path.read_text(encoding="utf-8"), re.MULTILINE) or [""]]
-NOTES = f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]), file=open('commands', 'a'))\n"
+           for size in re.findall(r"^(\d+M)\)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+           or [""]]
+NOTES = (f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]),"
+         " file=open('commands', 'a'))\n")
 PARSERS = {"evaluate.py": evaluate.parse_arguments, "generate.py": generate.parse_arguments,
            "prepro/fineweb.py": fineweb.parse_arguments}
-TRAINERS = {f"{trainer.__module__}.py": trainer for page in pages() for trainer in (page, on_gpu(page))}
+TRAINERS = {f"{trainer.__module__}.py": trainer for page in pages()
+            for trainer in (page, on_gpu(page))}
 
 
 @pytest.fixture
 def project(here, monkeypatch):
-    """The recipes in an empty project, the current directory; project(text) makes `python`; a GPU is listed."""
+    """The recipes in an empty project, the current directory; project(text) makes `python`; a GPU
+    is listed."""
     shutil.copytree(ROOT / "scripts", here / "scripts")
     (here / "bin").mkdir()
     (here / "data").mkdir()
@@ -143,7 +155,8 @@ def project(here, monkeypatch):
 
 
 def run_recipe(recipe, *flags, cwd=None, **variables):
-    done = subprocess.run([os.path.abspath(os.path.join("scripts", recipe)), *map(str, flags)], text=True, cwd=cwd,
+    done = subprocess.run([os.path.abspath(os.path.join("scripts", recipe)), *map(str, flags)],
+                          text=True, cwd=cwd,
                           capture_output=True, env={**os.environ, **variables}, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -162,7 +175,8 @@ def test_each_flag_is_one_of_the_program_s(project, recipe, monkeypatch):
             PARSERS[program]()
         if program in TRAINERS:
             here = TRAINERS[program]
-            either = here, architecture_of(flags[flags.index("-e") + 1])  # the same flags on both pages
+            # the same flags on both pages
+            either = here, architecture_of(flags[flags.index("-e") + 1])
             for settings in (parse_settings(cls.Settings, "", flags) for cls in either):
                 assert on_gpu(architecture_of(settings.model)) is here
                 assert settings.steps == 7 and settings.shuffle == 1
@@ -185,12 +199,17 @@ def test_from_text_to_text(project, tmp_path):
     project(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     for path in (ROOT / "llmc", ROOT / "prepro", *ROOT.glob("*.py")):
         os.symlink(path, path.name)
-    (tmp_path / "data" / "tiny_shakespeare.txt").write_bytes(b"def main(ROMEO):\n    return ROMEO\n" * 100)
+    (tmp_path / "data" / "tiny_shakespeare.txt").write_bytes(b"def main(ROMEO):\n    return ROMEO\n"
+                                                             * 100)
     short = ("-e", "d2", "-b", 2, "-t", 16, "-v", 2, "-s", 0, "-n", 2)
-    first = run_recipe("run_shakespeare_char.sh", *short, "-x", 2, cwd="bin", CUDA_VISIBLE_DEVICES="")
-    again = run_recipe("run_shakespeare_char.sh", *short, "-x", 4, cwd="bin", CUDA_VISIBLE_DEVICES="")
-    assert "resuming at step 2 from runs/shakespeare_char" in again and "Saved" not in again, "data is made once"
+    first = run_recipe("run_shakespeare_char.sh", *short, "-x", 2, cwd="bin",
+                       CUDA_VISIBLE_DEVICES="")
+    again = run_recipe("run_shakespeare_char.sh", *short, "-x", 4, cwd="bin",
+                       CUDA_VISIBLE_DEVICES="")
+    assert ("resuming at step 2 from runs/shakespeare_char" in again
+            and "Saved" not in again), "data is made once"
     for printed, step in ((first, 2), (again, 4)):
         assert re.search(rf"^step {step}/{step} \| train loss \d", printed, re.MULTILINE)
         table, sample = printed.split("| model ")[1].split("ROMEO:")
-        assert re.search(r"^\| context +\| 16 ", table, re.MULTILINE) and re.search(r"loss +\| \d", table) and sample
+        assert (re.search(r"^\| context +\| 16 ", table, re.MULTILINE)
+                and re.search(r"loss +\| \d", table) and sample)

@@ -1,4 +1,5 @@
-"""The verdict of test_gpt2.py: small faults, planted in layers and kernels, are red; the first red row says where."""
+"""The verdict of test_gpt2.py: small faults, planted in layers and kernels, are red; the first red
+row says where."""
 
 import functools
 import inspect
@@ -18,7 +19,8 @@ from llmc.gpu.fp8 import Fp8
 from llmc.gpu.trainer import Trainer
 from llmc.tensors import allocate
 from rounding import ROUNDOFFS, NoisyGPT2
-from test_gpt2 import (ADAMW_CHECK, BACKENDS, SMOOTH, NumpyRun, Yardstick, judge_update, precision_of, replay,
+from test_gpt2 import (ADAMW_CHECK, BACKENDS, SMOOTH, NumpyRun, Yardstick, judge_update,
+                       precision_of, replay,
                        starting_weights)
 from test_parity import need
 
@@ -28,8 +30,10 @@ QUERY = np.s_[..., : CONFIG.C]  # in the three of qkv
 
 
 def random_case(config, B, T):
-    """(params, x, y) of a model, of either kind, whose norms, biases and scores are far from those of a new one."""
-    rng, params = np.random.default_rng(3), allocate(page_of(config).parameter_table(config))
+    """(params, x, y) of a model, of either kind, whose norms, biases and scores are far from those
+    of a new one."""
+    rng = np.random.default_rng(3)
+    params = allocate(page_of(config).parameter_table(config))
     for name, row in params.table.items():
         tensor = getattr(params, name)
         tensor[...] = rng.normal(row.ones, 0.15, tensor.shape)
@@ -46,19 +50,22 @@ def case(config):
 
 
 def is_right(config, update=ADAMW_CHECK):
-    """The verdict on a page in NumPy: its losses and gradients, and two updates with these settings."""
+    """The verdict on a page in NumPy: its losses and gradients, and two updates with these
+    settings."""
     drawn, yardstick = case(config)
-    return yardstick.judge(replay(NumpyRun(*drawn, SMOOTH))) and judge_update(NumpyRun(*drawn, update))
+    return (yardstick.judge(replay(NumpyRun(*drawn, SMOOTH)))
+            and judge_update(NumpyRun(*drawn, update)))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # faults: each takes the right function and gives a wrong one
 
 
 def instead(old, new):
     """The right function with other text in the place of this."""
     def plant(right):
-        text, scope = textwrap.dedent(inspect.getsource(right)), dict(vars(inspect.getmodule(right)))
+        text = textwrap.dedent(inspect.getsource(right))
+        scope = dict(vars(inspect.getmodule(right)))
         assert text.count(old) == 1, old
         exec(text.replace(old, new), scope)
         return scope[right.__name__]
@@ -66,7 +73,8 @@ def instead(old, new):
 
 
 def before(change, then=lambda a: None):
-    """The right function, with arguments that change(arguments by name) makes of them; and then(the same)."""
+    """The right function, with arguments that change(arguments by name) makes of them; and then(the
+    same)."""
     def plant(right):
         names = right.__code__.co_varnames[: right.__code__.co_argcount]
 
@@ -103,7 +111,8 @@ def rounded_to(bits):
 
 
 FAULTS = {  # what is wrong: (function, the fault, the first red row)
-    "gelu's scale in its fifth digit": ("GELU_SCALE", lambda right: right * np.float32(1.00002), "logits"),
+    "gelu's scale in its fifth digit": ("GELU_SCALE",
+                                        lambda right: right * np.float32(1.00002), "logits"),
     "gelu backward off by 1e-5": ("gelu_backward", scaled("dinp", 1.00001), "dfcb"),
     "layernorm's eps 1e-6": ("layernorm_forward", instead("1e-5", "1e-6"), "logits"),
     "layernorm's bias forgotten in its last channel": (
@@ -111,58 +120,70 @@ FAULTS = {  # what is wrong: (function, the fault, the first red row)
     "layernorm backward's rstd off by 1e-4": (
         "layernorm_backward", given(rstd=lambda rstd: rstd * np.float32(1.0001)), "dlnfw"),
     "layernorm's dbias misses its last row": (
-        "layernorm_backward", instead("reduce(d, axis=0)", "reduce(d[: N - 1 - i], axis=0)"), "dlnfb"),
+        "layernorm_backward", instead("reduce(d, axis=0)", "reduce(d[: N - 1 - i], axis=0)"),
+        "dlnfb"),
     "layernorm's dweight off by 1e-5": ("layernorm_backward", scaled("dweight", 1.00001), "dlnfw"),
-    "attention's scale off by 1e-5": ("attention_forward", instead("p *= scale", "p *= 1.00001 * scale"), "logits"),
-    "attention sees one key too many": ("attention_forward", instead("p += mask", "p += np.triu(mask, 2)"), "logits"),
+    "attention's scale off by 1e-5": ("attention_forward",
+                                      instead("p *= scale", "p *= 1.00001 * scale"), "logits"),
+    "attention sees one key too many": ("attention_forward",
+                                        instead("p += mask", "p += np.triu(mask, 2)"), "logits"),
     "dquery off by 5e-5": ("attention_backward", scaled("dinp", 1.00005, at=QUERY), "dqkvb"),
     "dvalue of the last position lost": (
         "attention_backward", scaled("dinp", 0.0, at=np.s_[:, -1, 2 * CONFIG.C :]), "dqkvb"),
     "D of attention's backward off by 1e-4": (
         "attention_backward", instead("np.vecdot(a, da)", "1.0001 * np.vecdot(a, da)"), "dqkvb"),
     "matmuls with 16 bits": ("matmul_forward", rounded_to(16), "logits"),  # TF32 has 11, bfloat16 8
-    "a tile's last column lost": ("matmul_forward", scaled("out", 0.0, at=np.s_[..., -1]), "logits"),
+    "a tile's last column lost": ("matmul_forward", scaled("out", 0.0, at=np.s_[..., -1]),
+                                  "logits"),
     "dweight of the last row and column off": (
         "matmul_backward", instead("out=dweight)", "out=dweight)[-1, -1] += 1e-3"), "dfcprojw"),
     "dinp off by 1e-5": ("matmul_backward", scaled("dinp", 1.00001), "dlnfb"),
     "dbias misses its last row": (
-        "matmul_backward", instead("B * T, dout.dtype), dout", "B * T - 1, dout.dtype), dout[:-1]"), "dfcprojb"),
+        "matmul_backward", instead("B * T, dout.dtype), dout", "B * T - 1, dout.dtype), dout[:-1]"),
+        "dfcprojb"),
     "dbias off by 1e-5": ("matmul_backward", scaled("dbias", 1.00001), "dfcprojb"),
     "residual off by 2e-6": ("residual_forward", scaled("out", 1.000002), "logits"),
     "wpe's last position lost": ("encoder_backward", scaled("dwpe", 0.0, at=T - 1), "dwpe"),
-    "wpe beyond T written": ("encoder_backward", instead("dwpe[T:] = 0.0", "dwpe[T:] = 0.001"), "dwpe"),
+    "wpe beyond T written": ("encoder_backward", instead("dwpe[T:] = 0.0", "dwpe[T:] = 0.001"),
+                             "dwpe"),
     "wte: one position of a token lost": (
         "encoder_backward", instead("C)[order]", "C)[order] * (order > 0)[:, None]"), "dwte"),
     "softmax of the logits without the last token": (
         "softmax_forward", instead("reduce(p, ", "reduce(p[:, :-1], "), "losses"),
     "dlogits not less the one-hot in the last row": (
-        "crossentropy_softmax_backward", instead("stop, 0]", "stop, 0] * (np.arange(start, stop) < N - 1)"), "dlnfb"),
-    "dlosses in bfloat16": ("crossentropy_softmax_backward", scaled("dlogits", 1.0 + 2.0**-9), "dlnfb"),
+        "crossentropy_softmax_backward",
+        instead("stop, 0]", "stop, 0] * (np.arange(start, stop) < N - 1)"), "dlnfb"),
+    "dlosses in bfloat16": ("crossentropy_softmax_backward", scaled("dlogits", 1.0 + 2.0**-9),
+                            "dlnfb"),
 }
 
 
 def first_wrong(capsys, yardstick, run):
     """The tensor that the verdict on a run names first, or None if it is green."""
     capsys.readouterr()
-    okay, found = yardstick.judge(replay(run)), re.search(r"^first wrong: (\w+)", capsys.readouterr().out, re.MULTILINE)
+    okay = yardstick.judge(replay(run))
+    found = re.search(r"^first wrong: (\w+)", capsys.readouterr().out, re.MULTILINE)
     assert okay == (found is None)
     return found and found[1]
 
 
 def test_no_fault_is_no_fault():
-    assert is_right(CONFIG) and judge_update(NumpyRun(*case(CONFIG)[0], {**ADAMW_CHECK, "decay": "all"}))
+    assert is_right(CONFIG) and judge_update(NumpyRun(*case(CONFIG)[0],
+                                                      {**ADAMW_CHECK, "decay": "all"}))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_a_layer_is_red(fault, monkeypatch, capsys):
-    (name, plant, row), (drawn, yardstick) = FAULTS[fault], case(CONFIG)
+    name, plant, row = FAULTS[fault]
+    drawn, yardstick = case(CONFIG)
     monkeypatch.setattr(t, name, plant(getattr(t, name)))
     assert first_wrong(capsys, yardstick, NumpyRun(*drawn, SMOOTH)) == row
 
 
 @pytest.mark.large
 def test_a_small_fault_at_export_s_own_shape(monkeypatch):
-    """export_weights.py --model d2 --vocabulary bytes, B=4, T=64, where rounding hides more: many elements show it."""
+    """export_weights.py --model d2 --vocabulary bytes, B=4, T=64, where rounding hides more: many
+    elements show it."""
     config, params = t.random_model("d2", 257)
     x, y = np.random.default_rng(0).integers(0, 257, (2, 4, 64), dtype=np.int32)
     yardstick = Yardstick(config, params, x, y, "numpy")
@@ -185,17 +206,20 @@ ADAMW_FAULTS = {  # what is wrong: changes of adamw_update's arguments
 @pytest.mark.parametrize("fault", ADAMW_FAULTS)
 def test_a_fault_in_adamw_is_red(fault, monkeypatch, capsys):
     monkeypatch.setattr(t, "adamw_update", before(ADAMW_FAULTS[fault])(t.adamw_update))
-    okay, printed = judge_update(NumpyRun(*case(CONFIG)[0], ADAMW_CHECK)), capsys.readouterr().out
+    okay = judge_update(NumpyRun(*case(CONFIG)[0], ADAMW_CHECK))
+    printed = capsys.readouterr().out
     assert not okay and re.match("update [mvp] ", printed)
 
 
 GPU_CONFIG = t.Config(maxT=96, V=391, L=2, NH=2, C=128, Vp=512)
 
-KERNEL_FAULTS = {  # what is wrong: (file, its text, what stands there instead, the first red row, the backend)
+# what is wrong: (file, its text, what stands there instead, the first red row, the backend)
+KERNEL_FAULTS = {
     "gelu's cube 0.0447": ("gelu.cuh", "CUBE = 0.044715f", "CUBE = 0.0447f", "logits"),
     "layernorm's eps 1e-6": ("layernorm.cu", "1e-5f", "1e-6f", "logits"),
     "rstd in bfloat16": (
-        "norm.cuh", "  rstd[row] = r;", "  rstd[row] = __uint_as_float(__float_as_uint(r) & 0xffff0000u);", "dlnfw"),
+        "norm.cuh", "  rstd[row] = r;",
+        "  rstd[row] = __uint_as_float(__float_as_uint(r) & 0xffff0000u);", "dlnfw"),
     "layernorm backward without the mean of dn * n": (
         "layernorm.cu", " - (x.x[k] - m) * r * mean_dn_n", "", "dfcprojb"),
     "dweight of layernorm without a block's last row": (
@@ -205,43 +229,56 @@ KERNEL_FAULTS = {  # what is wrong: (file, its text, what stands there instead, 
     "attention sees one key too many": (
         "softmax.cuh", "> row + j % 4 / 2 * 8) s[j]", "> row + 1 + j % 4 / 2 * 8) s[j]", "logits"),
     "dquery without the last key": (
-        "attention.cu", "start >= first && column > row", "start >= first && column >= row", "dqkvb"),
+        "attention.cu", "start >= first && column > row", "start >= first && column >= row",
+        "dqkvb"),
     "dkey off by 1e-4": (  # which a key's bias does not see: its gradient is 0
         "attention.cu", "dk[0], scale(), warp_row", "dk[0], 1.0001f * scale(), warp_row", "dqkvw"),
     "dqkvb without a warp's rows": ("attention.cu", " + sums[3][c];", ";", "dqkvb"),
-    "column sums without the last block's": ("column_sums.cu", "r < job.rows;", "r < job.rows - 1;", "dlnfb"),
-    "position embedding one on": ("encoder.cu", "int64(row % T) * C", "int64((row + 1) % T) * C", "logits"),
-    "wpe's last position lost": ("encoder.cu", "if (t < T) add_rows", "if (t < T - 1) add_rows", "dwpe"),
+    "column sums without the last block's": ("column_sums.cu", "r < job.rows;", "r < job.rows - 1;",
+                                             "dlnfb"),
+    "position embedding one on": ("encoder.cu", "int64(row % T) * C", "int64((row + 1) % T) * C",
+                                  "logits"),
+    "wpe's last position lost": ("encoder.cu", "if (t < T) add_rows", "if (t < T - 1) add_rows",
+                                 "dwpe"),
     "wte: one position of a token lost": (
-        "encoder.cu", "piece_begins[min(i + 1, N)], p", "piece_begins[min(i + 1, N)] - 1, p", "dwte"),
-    "softmax with a padded column": ("classifier.cu", "v + k >= V) from_float", "v + k > V) from_float", "losses"),
+        "encoder.cu", "piece_begins[min(i + 1, N)], p", "piece_begins[min(i + 1, N)] - 1, p",
+        "dwte"),
+    "softmax with a padded column": ("classifier.cu", "v + k >= V) from_float",
+                                     "v + k > V) from_float", "losses"),
     "the one-hot off by 1e-4": ("classifier.cu", ") * dloss;", ") * 1.0001f * dloss;", "dlnfb"),
     "bfloat16: a matmul without the last 16 products of 64": (
-        "hopper/matmul.cuh", "slice < BK / 16;", "slice < BK / 16 - 1;", "logits", "cuda-bf16-kernels"),
+        "hopper/matmul.cuh", "slice < BK / 16;", "slice < BK / 16 - 1;", "logits",
+        "cuda-bf16-kernels"),
     "bfloat16: a tile's last columns lost": (
-        "hopper/matmul.cuh", "s < BN / STRIP_COLUMNS;", "s < BN / STRIP_COLUMNS - 1;", "logits", "cuda-bf16-kernels"),
+        "hopper/matmul.cuh", "s < BN / STRIP_COLUMNS;", "s < BN / STRIP_COLUMNS - 1;", "logits",
+        "cuda-bf16-kernels"),
     "bfloat16: every second column of a weight gradient that of its neighbour": (
         "hopper/matmul.cu", "x[1] * scale);", "x[0] * scale);", "dfcprojw", "cuda-bf16-kernels"),
     "bfloat16: attention's scale off by 5 percent": (
-        "hopper/attention.cu", "TO_LOG2 = LOG2E * SCALE", "TO_LOG2 = 1.05f * LOG2E * SCALE", "logits", "cuda-bf16"),
+        "hopper/attention.cu", "TO_LOG2 = LOG2E * SCALE", "TO_LOG2 = 1.05f * LOG2E * SCALE",
+        "logits", "cuda-bf16"),
     "bfloat16: a matmul's bias lost in every second column": (
         "hopper/matmul.cuh", "x[0] * scale + b.x", "x[0] * scale", "logits", "cuda-bf16-kernels"),
-    "eps inside the root": ("update.cu", "(sqrtf(square.x[k]) + eps)", "sqrtf(square.x[k] + eps * eps)", "adamw"),
+    "eps inside the root": ("update.cu", "(sqrtf(square.x[k]) + eps)",
+                            "sqrtf(square.x[k] + eps * eps)", "adamw"),
     "decay on all weights": ("update.cu", "chunk.decay", "chunks[0].decay", "adamw"),
     "bias correction off by a step": (
-        "update.cu", "pow(beta1, double(control->step))", "pow(beta1, double(control->step + 1))", "adamw"),
+        "update.cu", "pow(beta1, double(control->step))", "pow(beta1, double(control->step + 1))",
+        "adamw"),
     "beta1 0.89": ("update.cu", "+= one_minus_beta1", "+= 1.1f * one_minus_beta1", "adamw"),
     "FP8: rows 48 .. 63 of each 64 are not among the largest": (
-        "fp8.cuh", "if (threadIdx.x % 32 > 0) return;", "if (threadIdx.x % 32 > 0 || threadIdx.x % 128 == 96) return;",
+        "fp8.cuh", "if (threadIdx.x % 32 > 0) return;",
+        "if (threadIdx.x % 32 > 0 || threadIdx.x % 128 == 96) return;",
         "dfcw", "cuda-fp8"),
 }
 
 
 @functools.cache
 def gpu_case(precision, outlier=False):
-    """outlier: the gradients of position 50 are some fifty times those of the others, whose layernorms divide by
-    more."""
-    params, x, y = random_case(GPU_CONFIG, 3, 64 if precision == "fp8" else 70)  # 64: a fault loses 16 rows of each
+    """outlier: the gradients of position 50 are some fifty times those of the others, whose
+    layernorms divide by more."""
+    # 64: a fault loses 16 rows of each
+    params, x, y = random_case(GPU_CONFIG, 3, 64 if precision == "fp8" else 70)
     if outlier:
         params.wpe[:, 0] = 3000 * (np.arange(GPU_CONFIG.maxT) != 50)
     params = starting_weights(params, precision)
@@ -267,33 +304,40 @@ def test_a_fault_in_a_kernel_is_red(fault, gpu, tmp_path, monkeypatch, capsys):
     if row == "adamw":
         assert not judge_update(BACKENDS[backend](GPU_CONFIG, params, x, y, ADAMW_CHECK))
     else:
-        assert first_wrong(capsys, yardstick, BACKENDS[backend](GPU_CONFIG, params, x, y, SMOOTH)) == row
+        assert (first_wrong(capsys, yardstick, BACKENDS[backend](GPU_CONFIG, params, x, y, SMOOTH))
+                == row)
 
 
-LLAMA_KERNEL_FAULTS = {  # what is wrong: (file, its text, what stands there instead, the first red row, the backend)
+# what is wrong: (file, its text, what stands there instead, the first red row, the backend)
+LLAMA_KERNEL_FAULTS = {
     "RMSNorm's eps doubled": ("norm.cuh", "/ C + eps)", "/ C + 2.0f * eps)", "logits"),
     "RMSNorm's gradient without the mean": ("rmsnorm.cu", "- x.x[k] * scaled_mean", "", "dfcprojw"),
     "RoPE's angles not negated": ("rope.cuh", "{angle.x, -angle.y}", "{angle.x, angle.y}", "dqkvw"),
     "RoPE of one pair in four lost": (
         "rope.cu", "angles[k / 2]", "k == 2 ? float2{1.0f, 0.0f} : angles[k / 2]", "logits"),
-    "SwiGLU's slope without 1 - s": ("swiglu.cuh", "__fmaf_rn(gated, __fsub_rn(1.0f, s), s)", "s", "dfcw"),
+    "SwiGLU's slope without 1 - s": ("swiglu.cuh", "__fmaf_rn(gated, __fsub_rn(1.0f, s), s)", "s",
+                                     "dfcw"),
     "one head of a group lost": (
-        "attention.cu", "const int count = GROUP * head_tiles", "const int count = head_tiles", "dqkvw"),
+        "attention.cu", "const int count = GROUP * head_tiles", "const int count = head_tiles",
+        "dqkvw"),
     "a wrong group": ("attention.cu", "(h - h * GROUP) * HS", "(1 - h - h * GROUP) * HS", "dqkvw"),
     "Hopper: queries rotated in the epilogue, keys not": (
-        "hopper/matmul_swiglu.cu", "8 * unit >= Q + KV", "8 * unit >= Q", "logits", "cuda-bf16-kernels"),
+        "hopper/matmul_swiglu.cu", "8 * unit >= Q + KV", "8 * unit >= Q", "logits",
+        "cuda-bf16-kernels"),
     "Hopper: gradients rotated by one angle in four": (
         "hopper/attention.cu", "k / 2 * 4 + threadIdx.x % 4]", "k / 2 * 4]", "dqkvw", "cuda-bf16"),
     "Hopper: up and gate swapped in the gradient": (
         "hopper/matmul_swiglu.cu", "swiglu_gradient(x[i], number(up, i), gate[i]",
         "swiglu_gradient(x[i], gate[i], number(up, i)", "dfcw", "cuda-bf16"),
 }
-LLAMA_CONFIG = train_llama3.Config(96, 391, 2, 4, 2, 128, 512, 200, 64, tied=0, theta=1e3, factor=8, original=32)
+LLAMA_CONFIG = train_llama3.Config(96, 391, 2, 4, 2, 128, 512, 200, 64, tied=0, theta=1e3, factor=8,
+                                   original=32)
 
 
 @functools.cache
 def llama_case(precision):
-    params, rng = random_params(LLAMA_CONFIG, spread=0.05, ones=1.0), np.random.default_rng(1)
+    params = random_params(LLAMA_CONFIG, spread=0.05, ones=1.0)
+    rng = np.random.default_rng(1)
     for name, row in params.table.items():
         if not row.vocabulary:
             getattr(params, name)[...] = rng.normal(row.ones, 0.15, row.shape)
@@ -311,22 +355,25 @@ def test_the_text_of_a_kernel_fault_is_there(fault):
 @pytest.mark.parametrize("fault", (None, *LLAMA_KERNEL_FAULTS))
 @pytest.mark.gpu
 def test_a_fault_in_a_kernel_of_llama_is_red(fault, gpu, tmp_path, monkeypatch, capsys):
-    file, right, wrong, row, backend = (*LLAMA_KERNEL_FAULTS.get(fault, ("rope.cu", "", "", None)), "cuda")[:5]
+    file, right, wrong, row, backend = (*LLAMA_KERNEL_FAULTS.get(fault, ("rope.cu", "", "", None)),
+                                        "cuda")[:5]
     if "bf16" in backend and gpu.arch != "sm_90a":
         pytest.skip(f"{file}: for Hopper, this GPU is {gpu.arch}")
     plant_in_a_kernel(tmp_path, monkeypatch, file, right, wrong)
     params, x, y, yardstick = llama_case(precision_of(backend))
-    assert first_wrong(capsys, yardstick, BACKENDS[backend](LLAMA_CONFIG, params, x, y, SMOOTH)) == row
+    assert (first_wrong(capsys, yardstick, BACKENDS[backend](LLAMA_CONFIG, params, x, y, SMOOTH))
+            == row)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend, precision", (("cuda-tf32", "float32"), ("cuda-bf16", "tf32")))
 def test_less_precision_than_asked_for_is_red(backend, precision, capsys):
     params, x, y, yardstick = gpu_case(precision)
-    assert first_wrong(capsys, yardstick, BACKENDS[backend](GPU_CONFIG, params, x, y, SMOOTH)) == "logits"
+    assert (first_wrong(capsys, yardstick, BACKENDS[backend](GPU_CONFIG, params, x, y, SMOOTH))
+            == "logits")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # FP8: with no GPU, a run with random errors, as the yardstick's; then Fp8's calls of the kernels
 
 
@@ -336,15 +383,18 @@ def in_fp8_matmul(number, change):
         numbers = itertools.count()
 
         def wrong(run, a, b, *fp8):
-            return right(run, *(change(a, b) if any(fp8) and next(numbers) == number else (a, b)), *fp8)
+            return right(run, *(change(a, b) if any(fp8) and next(numbers) == number else (a, b)),
+                         *fp8)
         return wrong
     return plant
 
 
 NOISY_FAULTS = {  # what is wrong: the fault in NoisyGPT2.product
-    # Scales are powers of 2. Matmuls: qkv, fc, fcproj of two layers, whose last has a small part of the stream; the
-    # classifier; then dinp and dweight in turn, the classifier's first, whose dweight is lost in the embedding's.
-    **{f"a stale scale in matmul {i}": in_fp8_matmul(i, lambda a, b: (2 * a, b)) for i in range(7 + 14)
+    # Scales are powers of 2. Matmuls: qkv, fc, fcproj of two layers, whose last has a small part of
+    # the stream; the classifier; then dinp and dweight in turn, the classifier's first, whose
+    # dweight is lost in the embedding's.
+    **{f"a stale scale in matmul {i}": in_fp8_matmul(i, lambda a, b: (2 * a, b))
+       for i in range(7 + 14)
        if i not in (5, 8)},
     **{f"other rows' input in dweight, matmul {i}": in_fp8_matmul(i, lambda a, b: (a.roll(1, 1), b))
        for i in range(7 + 3, 7 + 14, 2)},
@@ -354,7 +404,8 @@ OFTEN = "matmul 0", "matmul 6", "matmul 7", "matmul 12", "copies exchanged"  # t
 
 
 @pytest.mark.parametrize("fault", [None, *(
-    fault if fault.endswith(OFTEN) else pytest.param(fault, marks=pytest.mark.large) for fault in NOISY_FAULTS)])
+    fault if fault.endswith(OFTEN) else pytest.param(fault, marks=pytest.mark.large)
+    for fault in NOISY_FAULTS)])
 def test_a_fault_in_fp8_matmuls_is_red(fault, monkeypatch):
     params, x, y, yardstick = gpu_case("fp8")
     if fault:
@@ -364,17 +415,24 @@ def test_a_fault_in_fp8_matmuls_is_red(fault, monkeypatch):
 
 
 def quantizing(statement):
-    """Fp8.quantize begins with this. What no graph writes stays as the batch that prepares a trainer has left it."""
+    """Fp8.quantize begins with this. What no graph writes stays as the batch that prepares a
+    trainer has left it."""
     return instead("    g, (*_", f"    {statement}\n    g, (*_")
 
 
-FP8_FAULTS = {  # what is wrong: (method of Fp8, the fault, the first red row); NOISY_FAULTS has others
-    "a stale scale in a forward pass": ("multiply", instead(  # half of it, in qkv of the first layer
-        "float(scale)", "float(scale) * (1 + (a_scale.data.ptr == self.scale('qkv', 0, 'inp').data.ptr))"), "dlnfb"),
+# what is wrong: (method of Fp8, the fault, the first red row); NOISY_FAULTS has others
+FP8_FAULTS = {
+    # half of it, in qkv of the first layer
+    "a stale scale in a forward pass": ("multiply", instead(
+        "float(scale)",
+        "float(scale) * (1 + (a_scale.data.ptr == self.scale('qkv', 0, 'inp').data.ptr))"),
+                                        "dlnfb"),
     "an earlier batch's transposed dout": ("quantize", quantizing(
         "if role == 'dout' and self.device.stream.is_capturing(): transposed = None"), "dfcprojw"),
-    "a weight's transposed copy not written": ("quantize", quantizing(  # but cleared: a run before has left it
-        "if role == 'weight': transposed = transposed.data.memset_async(0, transposed.nbytes)"), "dlnfb"),
+    # but cleared: a run before has left it
+    "a weight's transposed copy not written": ("quantize", quantizing(
+        "if role == 'weight': transposed = transposed.data.memset_async(0, transposed.nbytes)"),
+                                               "dlnfb"),
 }
 
 
@@ -392,7 +450,9 @@ def test_a_fault_in_fp8_is_red(fault, monkeypatch, capsys):
     need("cuda-fp8")
     name, plant, row = FP8_FAULTS[fault]
     prepare = Trainer.prepare
-    monkeypatch.setattr(Trainer, "prepare", lambda trainer, batch: prepare(trainer))  # with another batch
+    # with another batch
+    monkeypatch.setattr(Trainer, "prepare", lambda trainer, batch: prepare(trainer))
     monkeypatch.setattr(Fp8, name, plant(getattr(Fp8, name)))
     params, x, y, yardstick = gpu_case("fp8")
-    assert first_wrong(capsys, yardstick, BACKENDS["cuda-fp8"](GPU_CONFIG, params, x, y, SMOOTH)) == row
+    assert (first_wrong(capsys, yardstick, BACKENDS["cuda-fp8"](GPU_CONFIG, params, x, y, SMOOTH))
+            == row)

@@ -4,9 +4,9 @@ Run the code of layernorm.md, and compare what it prints with what stands there.
     python doc/layernorm/run_page.py             # all Python blocks; those for a GPU where there is one
     python doc/layernorm/run_page.py --figures   # on a GPU: and put the measurement into the page
 
-The blocks of the page, by what stands behind the three backquotes: `python` runs everywhere, `python gpu` needs a GPU,
-and all run in order in one namespace. `cuda` is a file, named in its first line. `text` right after a Python block is
-what that block prints.
+The blocks of the page, by what stands behind the three backquotes: `python` runs everywhere,
+`python gpu` needs a GPU, and all run in order in one namespace. `cuda` is a file, named in its
+first line. `text` right after a Python block is what that block prints.
 """
 
 import argparse
@@ -36,7 +36,8 @@ class Block(NamedTuple):
 
 def put_between_markers(name, text, path):
     """Replace the text between `<!-- NAME begin -->` and `<!-- NAME end -->`."""
-    begin, end = f"<!-- {name} begin -->", f"<!-- {name} end -->"
+    begin = f"<!-- {name} begin -->"
+    end = f"<!-- {name} end -->"
     with open(path, encoding="utf-8") as f:
         before, _, rest = f.read().partition(begin)
     _, found, after = rest.partition(end)
@@ -48,22 +49,27 @@ def put_between_markers(name, text, path):
 
 def read_blocks(page, path=PAGE):
     """The fenced blocks of a page's text, in order."""
-    blocks, start, after = [], None, 0
+    blocks = []
+    start = None
+    after = 0
     lines = page.split("\n")
     for i, line in enumerate(lines, 1):
         if not line.startswith("```"):
             continue
         if start is None:
-            start, kind = i, line[3:]
+            start = i
+            kind = line[3:]
             continue
         content = "\n".join(lines[start : i - 1]) + "\n"
         if kind != "text":
             blocks.append(Block(kind, start + 1, content, None))
         elif not blocks or not blocks[-1].kind.startswith("python") or after != start - 1:
-            raise UserError(f"{path}: line {start}: a text block, expected right after the Python block that prints it")
+            raise UserError(f"{path}: line {start}: a text block, expected right after the Python"
+                            " block that prints it")
         else:
             blocks[-1] = blocks[-1]._replace(output=content)
-        start, after = None, i
+        start = None
+        after = i
     if start is not None:
         raise UserError(f"{path}: line {start}: the block has no end")
     return blocks
@@ -75,9 +81,12 @@ def cuda_name(block):
 
 
 def run_blocks(blocks, kinds, path=PAGE):
-    """Run the Python blocks of these kinds in one namespace, in an empty directory that has the CUDA blocks as files;
-    returns what the last one printed. Raises UserError for a block that prints something else than the page says."""
-    namespace, printed, here = {}, "", os.getcwd()
+    """Run the Python blocks of these kinds in one namespace, in an empty directory that has the
+    CUDA blocks as files; returns what the last one printed. Raises UserError for a block that
+    prints something else than the page says."""
+    namespace = {}
+    printed = ""
+    here = os.getcwd()
     with tempfile.TemporaryDirectory() as directory:
         for block in blocks:
             if block.kind == "cuda":
@@ -95,8 +104,8 @@ def run_blocks(blocks, kinds, path=PAGE):
                     exec(code, namespace)
                 printed = output.getvalue()
                 if block.output is not None and printed != block.output:
-                    raise UserError(f"{path}: the block at line {block.line} prints {printed!r}, expected"
-                                    f" {block.output!r}")
+                    raise UserError(f"{path}: the block at line {block.line} prints {printed!r},"
+                                    f" expected {block.output!r}")
         finally:
             os.chdir(here)
     return printed
