@@ -492,10 +492,11 @@ class AdamW:
     def update(self, params, grads, settings, learning_rate, step, grad_scale=1.0):
         """One step; `step` counts from 1."""
         for name, row in params.table.items():
-            decay = settings.weight_decay if settings.decay == "all" or row.decays else 0.0
+            decays = settings.decay == "all" or row.decays
+            decay = row.decay * settings.weight_decay if decays else 0.0
             tensors = [getattr(source, name).reshape(-1) for source in (params, self.m, self.v, grads)]
-            adamw_update(*tensors, learning_rate, settings.beta1, settings.beta2, settings.eps, decay, grad_scale, step,
-                         row.size)
+            adamw_update(*tensors, learning_rate * row.rate, settings.beta1, settings.beta2,
+                         settings.eps, decay, grad_scale, step, row.size)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

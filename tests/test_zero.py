@@ -134,6 +134,23 @@ def test_every_element_has_one_owner(table):
             assert same[fields].tolist() == np.sort(alone, order="flat")[fields].tolist()
 
 
+@pytest.mark.parametrize("name, l, rate, decay, decays", (
+    ("wte", None, 28.0, 0.01, True), ("lm_head", None, 0.16, 0.01, True),
+    ("fcb", 1, 0.6, 0.01, False), ("lnfw", None, 0.6, 0.01, False), ("qkvw", 1, 1.0, 0.5, True)))
+def test_rates_and_weight_decay_reach_the_gpu(name, l, rate, decay, decays):
+    """Those of a speed run's table, with a weight decay of 0.5: of all tensors, or of matrices."""
+    table = train_speedrun.parameter_table(train_speedrun.Config(64, 257, 3, 3, 96, 384))
+    begin = sum(row.size for row in list(table.values())[: list(table).index(name)])
+    begin += table[name].size // 3 * (l or 0)
+    for decay_all in (True, False):
+        chunks = Shares(table, 2, 0.5, decay_all).chunks(0)[0]
+        others = Shares(table, 2, 0.5, decay_all).chunks(1)[0]
+        chunks = np.sort(np.concatenate([chunks, others]), order="flat")
+        chunk = chunks[np.searchsorted(chunks["flat"], begin, side="right") - 1]
+        assert chunk["rate"] == np.float32(rate)
+        assert chunk["decay"] == np.float32(decay if decay_all or decays else 0.0)
+
+
 def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
     """Also those of the first messages, which connect the ranks; and a library that is too old."""
     fail = Mock(side_effect=ArithmeticError("unhandled cuda error"))

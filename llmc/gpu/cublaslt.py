@@ -93,7 +93,7 @@ class CublasLt:
         """out (M,N) = scale * a (M,K) @ b (K,N), with at most LONGEST_CHAIN TF32 products in one
         sum, if K allows."""
         K = length = b.shape[0]
-        # parts: of 16-byte rows
+        # the rows of a part begin at multiples of 16 bytes
         while self.precision.matmul == "tf32" and length > LONGEST_CHAIN and length % 8 == 0:
             length //= 2
         for begin in range(0, K, length):
@@ -105,7 +105,7 @@ class CublasLt:
         our (M,N) array is its (N,M) matrix, so our b is its first operand (m,k) and our a its
         second (k,n)."""
         *stack, n, k, m = *a.shape, b.shape[-1]
-        # whether cuBLASLt has to transpose its operand
+        # whether cuBLASLt has to transpose its first and its second operand
         first, second = is_transposed(b), is_transposed(a)
         # from one column of the second operand to the next
         stride = max(a.strides[-2:]) // a.itemsize

@@ -209,8 +209,8 @@ class Fp8:
                        columns=columns, threads=self.device.geometry.MATMUL_GELU_THREADS)
 
     def multiply_gelu(self, out, gelu, a, a_scale, b, b_scale, bias, scaling):
-        """out (M,N), and gelu (M,N) in 8 bits = GELU(out) * its scale. scaling: the arguments for its
-        scale."""
+        """out (M,N), and gelu (M,N) in 8 bits = GELU(out) * its scale. scaling: the arguments for
+        its scale."""
         kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
         kernels.launch("matmul_fp8_gelu", *out.shape, a.shape[1], kernels.result(out, True),
                        kernels.result(gelu, True), *self.operands_of(a, b, columns), bias, a_scale,

@@ -181,10 +181,9 @@ def layer_geometry(config, precision, arch):
     C = config.C
     matmul = matmul_geometry() if hopper_matmul(precision, arch) else {}
     norm = layernorm_geometry(config, precision, arch)
-    # which a block transposes in shared memory; up to C=6144, two or more blocks fit
+    # rows that a block transposes in shared memory; up to C=6144, two or more blocks fit
     norm_rows = 32 if C <= 3072 else 16
-    # columns of a tile of a result of C columns, whose inner dimension is long; C=1600 has no
-    # others
+    # columns of a tile of dweight, whose inner dimension is long; 192 does not divide C=1600
     long_columns = 160 if C % 192 and C % 160 == 0 else 192
     span = WARP * (32 if precision.bf16 else 16)  # channels of a warp
     return {
@@ -239,7 +238,7 @@ def attention_geometry(config, precision, arch):
     row = 4 * padded * (2 if precision.bf16 else 4)  # bytes for two pairs of tiles
     passing = 64 if precision.bf16 or is_small and arch != "sm_75" else 32  # sm_75 has 64 KB
     dkv_passing = 32 if precision.bf16 and not is_small else passing
-    # of 16 rows, for each warp, if registers allow
+    # whether registers allow two tiles of 16 rows for each warp
     two_tiles = is_small and (precision.bf16 or precision.tf32)
     return {
         "ATTENTION_THREADS": 128,

@@ -20,7 +20,7 @@ LAUNCHERS = (  # variables of rank, size, local rank
 def translate_launcher(environ):
     """Set torchrun's variables if mpirun or srun started this process; return whether a launcher
     started several."""
-    # or a batch script, an interactive shell
+    # other steps are those of a batch script and of an interactive shell
     is_srun = 0 <= int(environ.get("SLURM_STEP_ID", -1)) < 0xFFFFFFF0
     names = next((names for names in LAUNCHERS if all(name in environ for name in names)
                   and (is_srun or names[0] != "SLURM_PROCID")), None)

@@ -263,7 +263,7 @@ class MatmulKernels:
 
     def __init__(self, device):
         self.device, self.geometry = device, device.geometry
-        # whose sums the workspace holds
+        # tiles whose sums the workspace holds
         tiles = WORKSPACE // (4 * self.geometry.MATMUL_BM * self.geometry.MATMUL_BN)
         with self.device.stream:
             # for each stream: parts of a tile added so far; 0 after the last

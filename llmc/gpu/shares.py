@@ -9,7 +9,7 @@ import numpy as np
 
 from llmc.gpu.messages import REST
 
-# of a segment, which no chunk crosses: chunks are the same for any number of ranks that divides 16
+# No chunk crosses a 16th of a segment: they are the same for any number of ranks that divides 16.
 CUTS = 16
 UPDATE_CHUNK = 8192  # elements, at most
 CHUNKS = np.dtype([

@@ -72,7 +72,7 @@ class Nccl:
     def errors_as_lines(self):
         try:
             yield
-        # also from the first message between two ranks, which connects them
+        # the first message between two ranks, which connects them, can fail so, too
         except self.nccl.NcclError as error:
             raise UserError(f"NCCL cannot connect the GPUs ({error}): if for want of memory, take a"
                             " smaller -b; NCCL_DEBUG=INFO says more") from None
