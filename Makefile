@@ -40,7 +40,7 @@ help:
 	@echo "make test        parity with PyTorch on small models, formats, errors; on a GPU, some cases of each kernel's tests"
 	@echo "make test-gpu    every case, on a GPU"
 	@echo "make test-124M   parity of random GPT-2 124M, B=4, T=64, all kernels compiled: some minutes, 14 GB of memory"
-	@echo "make bench       step time and memory against PyTorch on this machine (a GPU: ten minutes, and into the docs)"
+	@echo "make bench       step time and memory against PyTorch on this machine (a GPU: ten minutes)"
 	@echo "make check       on a GPU: one batch through both trainers, every activation and gradient side by side"
 	@echo "make profile     on a GPU: where the time of a step goes, kernel by kernel"
 	@echo "make sanitize    the kernels' tests under compute-sanitizer: memory, races, uninitialized reads, barriers"
@@ -73,7 +73,7 @@ test-124M: $(ENVIRONMENT)
 	$(PYTHON) -m pytest -q -m large
 
 bench: $(ENVIRONMENT)
-	$(PYTHON) dev/bench.py $(if $(GPU),gpu --readme,cpu)
+	$(PYTHON) dev/bench.py $(if $(GPU),gpu,cpu)
 
 # On a GPU. check: one batch, compared with NumPy; profile: where the time of a step goes. Another model, MODEL=l4 too:
 # make profile MODEL=gpt2_d12.bin ARGS="-b 64"
@@ -96,6 +96,25 @@ sanitize: $(ENVIRONMENT)
 clean:
 	rm -f data/pyprose_train.bin data/pyprose_val.bin data/pyprose_tokenizer.bin
 
+# llm.c's targets, of which nothing has to be compiled here
+train_gpt2:
+	@echo "nothing to compile: python train_gpt2.py"
+
+test_gpt2:
+	@echo "nothing to compile: python test_gpt2.py"
+
+train_gpt2cu:
+	@echo "nothing to compile: python train_gpt2_cuda.py"
+
+train_gpt2fp32cu:
+	@echo "nothing to compile: python train_gpt2_cuda.py --dtype float32"
+
+test_gpt2cu:
+	@echo "nothing to compile: python test_gpt2.py --backend cuda-bf16"
+
+test_gpt2fp32cu:
+	@echo "nothing to compile: python test_gpt2.py --backend cuda"
+
 data/pyprose_train.bin: prepro/pystdlib.py prepro/common.py | $(ENVIRONMENT)
 	$(PYTHON) prepro/pystdlib.py --prose
 
@@ -112,4 +131,5 @@ endif
 	.venv/bin/python -m pip install -q --progress-bar on $(or $(REQUIREMENTS:%=-r %),numpy -c requirements.txt)
 	@touch $@
 
-.PHONY: help train look test test-gpu test-124M bench check profile sanitize clean
+.PHONY: help train look test test-gpu test-124M bench check profile sanitize clean \
+    train_gpt2 test_gpt2 train_gpt2cu train_gpt2fp32cu test_gpt2cu test_gpt2fp32cu

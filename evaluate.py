@@ -217,6 +217,9 @@ def parse_arguments():
     parser = Parser(description=(__doc__ or "").strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("model", help="the directory of a run, a .bin file or a Hugging Face folder")
+    parser.add_argument("--checkpoint", metavar="best|last|N", default="",
+                        help="of a run; N: of step N (default: the best where --patience kept it,"
+                        " else the last)")
     parser.add_argument("--data", metavar="FILES", default=argparse.SUPPRESS,
                         help="validation tokens: a path, a quoted glob, or the PREFIX of PREFIX_val.bin (default: those"
                         " of the run, unless there is --hellaswag or --mmlu)")
@@ -251,9 +254,9 @@ def parse_arguments():
 
 def data_of_run(model):
     """Return the validation data that a run's newest checkpoint names; raises UserError if there is none."""
-    if not os.path.exists(os.path.join(model, "config.json")):
-        model_file(model)  # raises UserError if there is no model
     step = newest_checkpoint(model)
+    if step is None and not os.path.exists(os.path.join(model, "config.json")):
+        model_file(model)  # raises UserError if there is no model
     notes = read_notes(model, step) if step is not None else {}
     if "data" in notes:
         train = notes["data"]
@@ -264,9 +267,10 @@ def data_of_run(model):
 def evaluate(args):
     """Run the evaluations of `args`; returns the results as a dict."""
     if hasattr(args, "data"):
-        architecture, config, params, tokenizer = load_with_vocabulary(args.model, getattr(args, "tokenizer", None))
+        architecture, config, params, tokenizer = load_with_vocabulary(
+            args.model, getattr(args, "tokenizer", None), args.checkpoint)
     else:  # examples are ids
-        (architecture, config, params), tokenizer = load_model(args.model), None
+        (architecture, config, params), tokenizer = load_model(args.model, args.checkpoint), None
     T = min(args.context, config.maxT)
     if T < 2:
         raise UserError(f"{args.model}: its longest sequence is one token, expected at least 2, to predict one from the"

@@ -84,13 +84,13 @@ def fetch_pretrained(repository):
 HF_VOCABULARY = "vocab.json", "merges.txt", "tokenizer_config.json", "tokenizer.json", "tokenizer.bin"
 
 
-def write_hf_folder(model, folder):
+def write_hf_folder(model, folder, checkpoint=""):
     """Convert a checkpoint to a folder that `transformers` and others load: config, weights and tokenizer. Raises
     UserError for a folder with another vocabulary's files.
 
-    model: a .bin file, or the directory of a run.
+    model: a .bin file, or the directory of a run, with its checkpoint "best", "last" or a step.
     """
-    model_path = model_file(model)
+    model_path = model_file(model, checkpoint)
     (architecture, config, params, tokenizer), tokenizer_files = load_with_vocabulary(model_path), {}
     if architecture is Speedrun:
         raise UserError(f"{model}: no class of transformers has the layers of {architecture.TITLE}")
@@ -199,7 +199,7 @@ def gpt2_tokenizer_files(config):
     }
 
 
-def load_model(name, vocabulary):
+def load_model(name, vocabulary, checkpoint=""):
     """Load --model: (architecture, config, params, label for file names)."""
     for architecture in PAGES:
         if name in architecture.SIZES:
@@ -208,7 +208,7 @@ def load_model(name, vocabulary):
         return *read_hf_folder(fetch_pretrained(f"openai-community/{name}")), PRETRAINED[name]
     if os.path.exists(name):
         label = os.path.basename(os.path.abspath(name)).removesuffix(".bin")
-        return *load_any(name), re.sub(f"^({'|'.join(PAGES.values())})_", "", label)
+        return *load_any(name, checkpoint), re.sub(f"^({'|'.join(PAGES.values())})_", "", label)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return *read_hf_folder(fetch_pretrained(name)), name.partition("/")[2]
     raise UserError(f"--model {name}: expected one of {', '.join([*PRETRAINED, *SIZES])}, a"
@@ -276,8 +276,7 @@ def vocabulary_of(model, vocabulary, config, label):
             found = open_vocabulary(label)
         else:
             model = model if os.path.exists(model) else fetch_pretrained(model)
-            found = load_vocabulary(model if os.path.exists(os.path.join(model, "config.json")) else model_file(model),
-                                    config.V)
+            found = load_vocabulary(model, config.V)
         if found:
             found.check_file()
             found.name = "gpt2" if found.is_gpt2 else label
@@ -299,7 +298,10 @@ def parse_arguments():
                        help="of a model with random weights")
     group.add_argument("--output_dir", default=".", help="directory of the files")
     group.add_argument("--to_hf", nargs=2, metavar=("MODEL", "DIR"),
-                       help="write a run's newest model, or a .bin file, as a Hugging Face folder, and exit")
+                       help="write a run's model or a .bin file as a Hugging Face folder, and exit")
+    group.add_argument("--checkpoint", metavar="best|last|N", default="",
+                       help="of a run; N: of step N (default: the best where --patience kept it,"
+                       " else the last)")
     group.add_argument("--llmc", choices=tuple(VERSIONS), default="today",
                        help="which llm.c reads the files: today's, or its program of April 2024 (no bfloat16)")
     group.add_argument("--debug_state", type=int, choices=(0, 1), default=argparse.SUPPRESS,
@@ -334,7 +336,7 @@ def parse_arguments():
         why = "with --to_hf MODEL DIR" if args.to_hf else "on files: it is for benchmarks, --write_tensors 0"
         for action in others:
             value = getattr(args, action.dest, action.default)
-            if value == action.default or action.dest == "to_hf":
+            if value == action.default or action.dest in ("to_hf", "checkpoint"):
                 continue
             message = f"{action.option_strings[0]} {value}: has no effect {why}"
             if action.dest in unlike:
@@ -354,8 +356,8 @@ def import_reference():
 def main():
     args = parse_arguments()
     if args.to_hf:
-        return write_hf_folder(*args.to_hf)
-    architecture, config, params, label = load_model(args.model, args.vocabulary)
+        return write_hf_folder(*args.to_hf, args.checkpoint)
+    architecture, config, params, label = load_model(args.model, args.vocabulary, args.checkpoint)
     if args.vocabulary != "gpt2" and config.V != VOCABULARIES[args.vocabulary]:
         raise UserError(f"--vocabulary {args.vocabulary}: {args.model} has another one, of V={config.V}: leave it out")
     B, T = args.batch_size, getattr(args, "sequence_length", min(64, config.maxT))

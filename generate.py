@@ -212,10 +212,12 @@ def until(stops, ids):
 def write(ids, tokenizer, stops):
     """Print ids as text, one at a time, without the tokens `stops`."""
     writer = Writer(tokenizer)
-    for id in ids:
-        if id not in stops:
-            writer.write(id)
-    writer.end()
+    try:
+        for id in ids:
+            if id not in stops:
+                writer.write(id)
+    finally:  # after Ctrl-C, too
+        writer.end()
 
 
 def run_prompt(decoder, prompt, tokenizer, args, randoms, V, chat=None):
@@ -271,6 +273,9 @@ def parse_arguments():
     parser = Parser(description=(__doc__ or "").strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("model", help="the directory of a run, a .bin file or a Hugging Face folder")
+    parser.add_argument("--checkpoint", metavar="best|last|N", default="",
+                        help="of a run; N: of step N (default: the best where --patience kept it,"
+                        " else the last)")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--prompt", default=argparse.SUPPRESS,
                        help="text to continue; -: read it from standard input (default: begin a new text)")
@@ -350,7 +355,7 @@ def main():
         sys.stdin.reconfigure(errors="surrogateescape", newline=None)  # not UTF-8, as in sys.argv; CRLF
     needs_vocabulary = not hasattr(args, "prompt_ids")
     architecture, config, params, tokenizer = load_with_vocabulary(
-        args.model, getattr(args, "tokenizer", None), needs_vocabulary)
+        args.model, getattr(args, "tokenizer", None), args.checkpoint, needs_vocabulary)
     try:
         decoder = make_decoder(architecture, config, params, args)
     except MemoryError as error:

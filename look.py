@@ -224,7 +224,8 @@ def update(model, step, settings, recorder):
         number = recorder.describe(move, name=name, layer=l, kind="move", by=len(recorder.calls), arg="move",
                                    at=add(move), shape=move.shape, whole=[x.tolist() for x in whole])
         sizes = dict(rate=settings.learning_rate * table[name].rate, m=add(m), v=add(v))
-        recorder.calls.append(dict(f=UPDATES[table[name].matrices > 0], ins={}, outs=dict(move=number), sizes=sizes))
+        f = UPDATES[table[name].matrices > 0]
+        recorder.calls.append(dict(f=f, ins={}, outs=dict(move=number), sizes=sizes))
     lengths = np.linalg.norm(moved.wte, axis=1)
     decay = settings.weight_decay * table["wte"].decay if settings.decay == "all" else 0.0
     return dict({name: getattr(settings, name) for name in ("learning_rate", "beta1", "beta2", "eps")}, step=step + 1,

@@ -23,6 +23,8 @@ import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy
 import dataclasses
 import functools
 import math
+import os
+import sys
 import time
 import warnings
 
@@ -36,8 +38,9 @@ from llmc.outliers import RECENT, judge
 from llmc.sampler import draw
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, parse_settings
+from llmc.single_process import refuse_launchers
 from llmc.tensors import Row, allocate, flat, layer, table_bytes, unpadded, views
-from llmc.threads import BLOCK, THREADS, parallel_blocks
+from llmc.threads import BLOCK, Others, fit_threads, parallel_blocks
 
 # ----------------------------------------------------------------------------------------------------------------------
 # layout: GPT-2's tensors as tables, from which sizes, offsets, views, files and tests derive
@@ -109,6 +112,8 @@ def parameter_table(config, dtype="float32"):
 SIZES = {  # model name -> layers L, heads NH, channels C; d12 and larger are GPT-2's sizes
     "d2": (2, 2, 128), "d4": (4, 4, 256), "d6": (6, 6, 384), "d12": (12, 12, 768), "d24": (24, 16, 1024),
     "d36": (36, 20, 1280), "d48": (48, 25, 1600),
+    "c1536": (24, 16, 1536), "c2048": (24, 16, 2048), "c2560": (32, 32, 2560),  # GPT-3's
+    "c4096": (32, 32, 4096),
 }  # fmt: skip
 
 
@@ -716,17 +721,23 @@ def memory_plan(architecture, config, settings):
 
 def main(architecture=GPT2):
     settings = parse_settings(architecture.Settings, f"Train {architecture.TITLE} on the CPU, in NumPy.")
+    refuse_launchers(os.environ, os.path.basename(sys.argv[0]))
     warnings.simplefilter("ignore", RuntimeWarning)  # on overflow: check_update stops at what is not finite
     with locked(settings.output_dir), Loop(settings, architecture) as loop:
-        loop.console.header(f"CPU, {THREADS} thread{'s' * (THREADS > 1)}, NumPy {np.__version__}, float32", peak=None)
+        threads = fit_threads(loop.notes.get("threads"))
+        device = f"CPU, {threads} thread{'s' * (threads > 1)}, NumPy {np.__version__}, float32"
+        loop.console.header(device, peak=None)
         loop.console.memory(memory_plan(architecture, loop.config, settings))
         model = architecture(loop.config, loop.params)
         model.allocate_activations(settings.B, settings.T)
         model.allocate_training(settings.B, settings.T, settings.micro_steps)
         model.decoder = model.Decoder(loop.config, loop.params, 1, settings.T) if settings.sample_every else None
         loop.start(model, Saver(model, settings))
+        other_programs = Others()
         for step in loop:  # between updates, it validates, samples, saves and stops
             loop.report(step, train_step(model, loop.train_loader, settings, step))
+            if note := other_programs.slow_down():
+                loop.console.note(note)
     return loop.status
 
 

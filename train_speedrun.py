@@ -15,6 +15,7 @@ import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy
 import dataclasses
 import functools
 import math
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,7 +23,7 @@ import train_gpt2
 from llmc.checkpoint import padded
 from llmc.errors import run_main
 from llmc.files import SPEEDRUN_MAGIC, make_header
-from llmc.settings import Settings, with_default
+from llmc.settings import Settings, optimizer, with_default
 from llmc.tensors import Row, allocate, layer, views
 from llmc.threads import parallel_blocks
 from train_gpt2 import (GPT2, Decoder, adamw_update, crossentropy_forward, crossentropy_softmax_backward,
@@ -60,16 +61,18 @@ class Config(train_gpt2.Config):
 
 
 def parameter_table(config, dtype="float32"):
-    """name -> Row for the 15 parameter tensors. Linear weights are (out, in); Muon updates the layers'."""
+    """name -> Row for the 15 parameter tensors. Linear weights are (out, in). rate and decay of AdamW
+    are factors of Muon's, which updates the layers' matrices."""
     L, C, Vp = config.L, config.C, config.Vp
     vector = dict(rate=0.6, decay=0.02)  # gains and biases
     return {
         "wte": Row((Vp, C), dtype, vocabulary=True, decays=True, rate=28.0, decay=0.02),
-        "lm_head": Row((Vp, C), dtype, vocabulary=True, decays=True, early=True, rate=0.16, decay=0.02),
+        "lm_head": Row((Vp, C), dtype, vocabulary=True, decays=True, early=True, rate=0.16,
+                       decay=0.02),
         "lm_headb": Row((Vp,), dtype, vocabulary=True, **vector),
         "ln0w": Row((C,), dtype, ones=True, **vector),  # after the embedding
         "ln1w": Row((L, C), dtype, stacked=True, ones=True, **vector),
-        "qkvw": Row((L, 3 * C, C), dtype, stacked=True, decays=True, matrices=3),  # Q, K and V apart
+        "qkvw": Row((L, 3 * C, C), dtype, stacked=True, decays=True, matrices=3),  # Q, K, V
         "qkvb": Row((L, 3 * C), dtype, stacked=True, **vector),
         "attprojw": Row((L, C, C), dtype, stacked=True, decays=True, matrices=1),
         "attprojb": Row((L, C), dtype, stacked=True, **vector),
@@ -220,7 +223,8 @@ FEW_TOKENS = 5, (3.4445, -4.7750, 2.0315)  # from 0.002 on, 0.7 to 1.2, in less 
 
 
 def newton_schulz_of(settings):
-    return MANY_TOKENS if settings.update_tokens >= 2**17 else FEW_TOKENS
+    steps = settings.newton_schulz or (12 if settings.update_tokens >= 2**17 else 5)
+    return MANY_TOKENS if steps == 12 else FEW_TOKENS
 
 
 def orthogonalize(matrix, steps, coefficients):
@@ -266,7 +270,8 @@ class Muon:
                 for matrix in zip(*(x.reshape(shape) for x in (param, m, grad))):
                     muon_update(*matrix, learning_rate, self.MOMENTUM, settings.weight_decay, grad_scale, newton_schulz)
             else:
-                decay = row.decay * settings.weight_decay if settings.decay == "all" or row.decays else 0.0
+                decays = settings.decay == "all" or row.decays
+                decay = row.decay * settings.weight_decay if decays else 0.0
                 adamw_update(*(x.reshape(-1) for x in (param, m, v, grad)), learning_rate * row.rate,
                              settings.beta1, settings.beta2, settings.eps, decay, grad_scale, step, row.size)
 
@@ -315,9 +320,16 @@ class MuonSettings:
     beta2: float = with_default(Settings, "beta2", 0.95)
     eps: float = with_default(Settings, "eps", 1e-15)
 
+    newton_schulz: int = optimizer(0, choices=(0, 5, 12), help="Muon's Newton-Schulz steps (0: 12 as"
+                                   " in modded-nanogpt, 5 in updates of fewer than 131,072 tokens)")
+
+    LLMC: ClassVar = {}  # llm.c has no such model
+    SHORT_RUN: ClassVar = 0  # Muon needs no warm-up
+
     @classmethod
-    def from_scratch(cls, depth, given):
-        return {**super().from_scratch(depth, given), "learning_rate": cls.learning_rate, "warmup_steps": 0}
+    def from_scratch(cls, depth):
+        own = {"learning_rate": cls.learning_rate, "warmup_steps": 0}
+        return {**super().from_scratch(depth), **own}
 
 
 @dataclasses.dataclass

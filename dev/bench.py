@@ -8,14 +8,14 @@ Benchmarks against PyTorch and others on this machine. Nothing else should run a
     python dev/bench.py generate    # text, beside transformers
     python dev/bench.py scale       # training on 1, 2, 4, ... GPUs of this machine
 
-`make bench` runs one of the first two. The flags of each: `python dev/bench.py COMMAND --help`.
+`make bench` runs one of the first two, and prints tables in Markdown. The flags of each:
+`python dev/bench.py COMMAND --help`.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import datetime
-import functools
 import itertools
 import json
 import os
@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 START = time.perf_counter()
@@ -37,27 +36,25 @@ from tqdm import tqdm
 
 import profile_gpu
 import train_gpt2_cuda as cuda
-from generate import streams
+from bench_kernels import bench_attention, bench_matmul
+from bench_runs import RUNS, bench_generate, bench_scale, times_of
 from llmc.checkpoint import padded
-from llmc.dataloader import write_tokens
 from llmc.errors import UserError, run_main
-from llmc.files import replacing
-from llmc.gpu.decoder import open_decoder
 from llmc.gpu.device import count_gpus, cp, gpu_errors_as_lines, open_gpu
-from llmc.gpu.fp8 import Fp8, operand_table
-from llmc.gpu.memory import Block
-from llmc.gpu.matmul import Linear, Matmul
-from llmc.gpu.precision import Precision, flops_per_token, peak_flops
-from llmc.sampler import Choice
+from llmc.gpu.precision import flops_per_token, peak_flops
 from llmc.settings import Settings
-from llmc.tensors import Row, allocate, bf16_bits, flat, layer, table_elements
+from llmc.tensors import layer, table_elements
 from llmc.threads import THREADS
-from plot_bench import BESIDE_LLMC, MEASURED, NAMES, briefly, draw_measured
-from readme import SPEED, output_of, put_between_markers, split_at_markers
-from train_gpt2 import GPT2, SIZES, Config, Decoder, parameter_table, random_model
+from train_gpt2 import GPT2, SIZES, Config, parameter_table, random_model
 
 V, T = 50257, 1024
 MODELS = {"124M": "d12", "355M": "d24", "774M": "d36", "1558M": "d48"}  # name in the tables -> in train_gpt2.SIZES
+
+
+NAMES = {  # of the programs that are measured
+    "ours": "train_gpt2_cuda.py", "reduce-overhead": "PyTorch, torch.compile, reduce-overhead",
+    "compile": "PyTorch, torch.compile", "eager": "PyTorch, eager", "numpy": "train_gpt2.py",
+    "best": "PyTorch, torch.compile, flash, fused AdamW"}
 
 
 def config_of(size):
@@ -65,21 +62,11 @@ def config_of(size):
     return Config(1024, V, *SIZES[size], padded(V))
 
 
-def times_of(call, warmup, count):
-    """The seconds of each of `count` calls, after a few to warm up."""
-    found = []
-    for _ in range(warmup + count):
-        begin = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - begin)
-    return found[warmup:]
-
-
 class Job(NamedTuple):
     """One program at one size, measured in a process of its own."""
 
     command: str  # cpu or gpu
-    name: str  # a key of plot_bench's NAMES
+    name: str  # a key of NAMES
     precision: str  # bfloat16, fp8; float32 on the CPU
     B: int
     T: int
@@ -103,7 +90,7 @@ def measure(job, cache):
         return {"failed": (done.stderr.strip().splitlines() or ["killed: out of memory?"])[-1]}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # cpu
 
 CPU_JOBS = [Job("cpu", name, "float32", B, T) for B, T in ((4, 64), (1, 64), (16, 64), (4, 256))
@@ -118,15 +105,12 @@ def bench_cpu(args):
     figure is the median step. "matmuls alone" is the floor: those of the step, in NumPy, on the model's own buffers.
     PyTorch runs twice as its users write it (export_weights.py's model, AdamW's defaults) and once at its best.
     """
-    if args.readme:  # fail now, not after all the work
-        split_at_markers("bench_cpu", SPEED)
     machine, results = describe_cpu(), {job: [] for job in CPU_JOBS}
     with tempfile.TemporaryDirectory() as cache:
         for job in tqdm(TURNS * CPU_JOBS, leave=False, disable=None):
             results[job].append(measure(job, cache))
     table = ["| GPT-2 124M, float32 | B | T | seconds a step | tokens/s | peak memory | matmuls alone | step / matmuls"
              " |", "|---" * 8 + "|"]
-    summary = ["| GPT-2 124M, float32, B=4, T=64 | seconds a step | tokens/s | peak memory |", "|---|---|---|---|"]
     for job, turns in results.items():
         failed = [turn["failed"] for turn in turns if "failed" in turn]
         if failed:
@@ -137,12 +121,7 @@ def bench_cpu(args):
         figures = f"{step:.3f} | {job.B * job.T / step:.0f} | {turns[0]['peak'] / 2**30:.2f} GiB"
         floor = f"{matmuls:.3f} s | {step / matmuls:.2f}" if matmuls else "|"
         table.append(f"| {NAMES[job.name]} | {job.B} | {job.T} | {figures} | {floor} |")
-        if (job.B, job.T) == (4, 64):
-            summary.append(f"| {NAMES[job.name]} | {figures} |")
     print("\n".join([*machine, *table]))
-    if args.readme:
-        put_between_markers("bench_cpu", "\n".join([*machine, "", *table]), SPEED)
-        put_between_markers("speed_cpu", "\n".join([*machine, "", *summary]))
 
 
 def time_calls(calls):
@@ -206,7 +185,7 @@ def describe_cpu():
             f" {np.__version__}, PyTorch {torch.__version__}, OpenBLAS core {core or 'unknown'}"]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # gpu
 
 GPU_WARMUP, GPU_STEPS, BATCHES = 10, 30, (4, 32, 64)
@@ -233,8 +212,6 @@ def bench_gpu(args):
     count_gpus()
     is_hopper = cp.cuda.runtime.getDeviceProperties(0)["major"] == 9  # makes no context, which "in use" would count
     tables = [args.only] if args.only else [table for table in TABLES if table != "fp8" or is_hopper]
-    for table in tables if args.readme else ():  # fail now, not after all the work
-        split_at_markers(f"bench_{table}", SPEED)
     for table in tables:
         results = measure_all(TABLES[table])
         ours = next((r for job, r in results if job.name == "ours"), {})
@@ -243,15 +220,6 @@ def bench_gpu(args):
         machine.append(f"copy {ours['bandwidth'] / 1e9:.0f} GB/s, large matmul {ours['matmul'] / 1e12:.0f} TFLOP/s")
         lines = gpu_table(table, results)
         print("\n".join([*machine, *lines]))
-        if args.readme:
-            put_between_markers(f"bench_{table}", "\n".join([*machine, "", *lines]), SPEED)
-        if args.readme and table == "bfloat16":
-            put_between_markers("speed_gpu", "\n".join([machine[0], "", *gpu_summary(results)]))
-            rows = [{**job._asdict(), **r} for job, r in results if "failed" not in r and job.recompute < 0]
-            rows = ",\n".join(map(json.dumps, rows))
-            with replacing(MEASURED) as f:
-                f.write(f'{{"machine": {json.dumps(machine[0])}, "T": {T}, "results": [\n{rows}\n]}}\n'.encode())
-            draw_measured()
 
 
 def time_steps(step, making):
@@ -364,286 +332,7 @@ def gpu_table(table, results):
     return lines
 
 
-def gpu_summary(results):
-    """A table of ours, PyTorch's best and, measured apart, llm.c."""
-    rows = {"train_gpt2_cuda.py": {}, "PyTorch at its best": {}}
-    for job, r in results:
-        if "ms" in r and job.recompute < 0:
-            row = rows["train_gpt2_cuda.py" if job.name == "ours" else "PyTorch at its best"]
-            row[str(job.B)] = f"{min(r['ms'], float(row.get(str(job.B), 'inf'))):.2f}"
-    with open(BESIDE_LLMC) as f:
-        beside = json.load(f)
-    rows[f"{beside['name']}; {briefly(beside['machine'])}"] = beside["ms"]
-    return [f"| ms a step, GPT-2 124M, bfloat16, T={T} | {' | '.join(f'B={B}' for B in BATCHES)} |",
-            "|---|---|---|---|",
-            *(f"| {name} | {' | '.join(str(row.get(str(B), '')) for B in BATCHES)} |" for name, row in rows.items())]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# attention
-
-
-def bench_attention(args):
-    """Attention by itself, causal, in bfloat16: our kernels beside PyTorch's FlashAttention-2 and cuDNN.
-
-    It is the kernel library that checks and times (dev/kernels/README.md). TFLOP/s count the matmuls of the unmasked
-    half once each, two forward and five backward, even if an implementation recomputes some. mma_sync is for every GPU,
-    wgmma for Hopper. Ours reads the packed (B,T,3C) and writes the packed gradient; PyTorch gets views of it."""
-    sys.path.append(os.path.join(ROOT, "dev", "kernels"))
-    import lab
-    import torch
-    from attention_layers import AttentionBackward, AttentionForward
-    from torch.nn.attention import SDPBackend
-
-    directions, names = (AttentionForward, AttentionBackward), ("mma_sync", "wgmma")
-    bench = lab.Lab(open_gpu(), Config(max(args.t), 257, 1, args.heads, args.C, 384), Precision("bfloat16"))
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()},"
-          f" bfloat16, {args.heads} heads of {args.C // args.heads}")
-    print(f"{'':<16} {'B':>3} {'T':>5} {'forward ms':>11} {'TFLOP/s':>8} {'backward ms':>12} {'TFLOP/s':>8}")
-    with bench.streams():
-        if any([lab.check_layer(direction(bench.config, bench.precision, bench.gpu, 3, 97), bench, names)
-                for direction in directions]):
-            return 1
-        for T, B in itertools.product(args.t, args.b):
-            times = {}
-            for direction in directions:
-                at_size = direction(bench.config, bench.precision, bench.gpu, B, T)
-                at_size.tensors = functools.cache(at_size.tensors)
-                for at_size.library_name, at_size.backend, rungs in (
-                        ("PyTorch flash", [SDPBackend.FLASH_ATTENTION], ("none",)),
-                        ("PyTorch cuDNN", [SDPBackend.CUDNN_ATTENTION], names)):
-                    for program, ms in lab.time_layer(at_size, bench, rungs)[0].items():
-                        best = min(ms.values())
-                        times.setdefault(program, []).append((best, at_size.flops() / best / 1e9))
-                    cp.get_default_memory_pool().free_all_blocks()
-            for program, ((forward, rate), (backward, its_rate)) in times.items():
-                print(f"{program:<16} {B:>3} {T:>5} {forward:>11.4f} {rate:>8.0f} {backward:>12.4f} {its_rate:>8.0f}")
-    return 0
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# matmul
-
-def bench_matmul(args):
-    """The matmuls of a training step, each by itself: our kernels beside cuBLASLt's first proposal.
-
-    A row is a matmul, without biases and GELU. Ours are named by their tiles and, in a weight gradient, by the number
-    of parts of the inner dimension; the one that training takes is in bold. Operands are random, because zeros would be
-    too fast. All take turns, so that a warmer GPU slows all alike: medians over CUDA events, without launch overhead.
-    With --dtype fp8, cuBLASLt is PyTorch's _scaled_mm, which wants both operands of dweight transposed."""
-    gpu, config = open_gpu(), config_of(args.model)
-    precision = cuda.resolve_auto(cuda.CudaSettings(dtype=args.dtype), gpu.arch).precision
-    device, matmul = profile_gpu.open_device(cuda.GPT2, gpu, config, precision, "auto")
-    print(f"{args.model}, T={T}, {'FP8' if precision.fp8 else precision.dtype}; {profile_gpu.describe(matmul)}\n")
-    print("| matmul | rows x columns x inner dimension | ours, us | cuBLASLt, us |\n|---|---|---|---|")
-    C = config.C
-    weights = ("qkv", C, 3 * C), ("attproj", C, C), ("fc", C, 4 * C), ("fcproj", 4 * C, C), ("logits", C, config.Vp)
-    with device.stream:
-        matmul.allocate()
-        fp8 = None
-        if precision.fp8:
-            params = allocate(parameter_table(config, precision.dtype), cp)
-            block = Block({"operands": operand_table(params.table, 16, recomputed=())}, scratch=True)
-            fp8 = Fp8(matmul, params, block.over(block.allocate()))
-        for B, (name, *sizes), kind in itertools.product(args.b, weights, ("forward", "dinp", "dweight")):
-            if fp8 and name == "attproj":
-                continue
-            ways, out, inner, rule = fp8_ways(fp8, name, kind, B * T, *sizes) if fp8 else matmul_ways(
-                matmul, kind, B * T, *sizes)
-            launched = {way: launches_of(device, call) for way, call in {**ways, "rule": rule}.items()}
-            times = [[profile_gpu.measure(device, call, 1) for call in ways.values()] for _ in range(11)]
-            for way, seconds in zip(ways, np.median(times, axis=0)):
-                mark = "**" if launched[way] == launched["rule"] else ""
-                launched[way] = f"{mark}{1e6 * seconds:.1f}{mark}"
-            ours = ", ".join(f"{way} {launched[way]}" for way in ways if way != "cuBLASLt")
-            shape = " x ".join(map(str, (*out.shape, inner)))
-            print(f"| {name} {kind} | {shape} | {ours} | {launched['cuBLASLt']} |", flush=True)
-            del ways, out, rule
-            cp.get_default_memory_pool().free_all_blocks()
-
-
-def matmul_ways(matmul, kind, N, C, OC):
-    """Return ({way: call}, the result that all of them write, the inner dimension, the call of training)."""
-    device, g, rng = matmul.device, matmul.device.geometry, np.random.default_rng(0)
-
-    def random(*shape):
-        numbers = rng.standard_normal(1 << 20, np.float32)  # repeated
-        return cp.asarray(np.resize(bf16_bits(numbers) if matmul.precision.bf16 else numbers, shape))
-
-    inp, weight, dout = random(N, C), random(OC, C), random(N, OC)
-    grads = Row((), matmul.precision.grads).stored_as
-    out = cp.empty({"forward": (N, OC), "dinp": (N, C), "dweight": (OC, C)}[kind],
-                   grads if kind == "dweight" else inp.dtype)
-    ours, options = Matmul(device, matmul.precision, "kernels"), []
-    ours.workspace = matmul.workspace
-    inner, library, call = {
-        "forward": (C, (inp, weight.T), lambda linear, **option: linear.forward(out, inp, **option)),
-        "dinp": (OC, (dout, weight), lambda linear: linear.backward_inp(out, dout)),
-        "dweight": (N, (dout.T, inp), lambda linear, **option: linear.backward_weight(dout, inp, **option))}[kind]
-    if matmul.kernels:
-        few = -(-OC // g.MATMUL_BM) * -(-C // g.MATMUL_BN) <= 2 * device.sm_count
-        options = {"forward": [{"columns": width} for width in (g.MATMUL_BN, g.MATMUL_NARROW_BN)], "dinp": [{}],
-                   "dweight": [{"splits": splits} for splits in (1, 2, 3, 4, 5, 7, 9, 11)
-                               if splits == 1 or few and N >= 256 * splits]}[kind]
-    ways = {" ".join(f"{value} {name}" for name, value in option.items()) or "ours": functools.partial(
-        call, Linear(ours, weight, None, out), **option) for option in options}
-    ways["cuBLASLt"] = functools.partial(matmul.cublaslt.multiply, out, *library)
-    return ways, out, inner, functools.partial(call, Linear(matmul, weight, None, out))
-
-
-def fp8_ways(fp8, name, kind, N, C, OC):
-    """The same in 8 bits, of random operands with scales of 1."""
-    import torch
-
-    stream, scale = torch.cuda.ExternalStream(fp8.device.stream.ptr), fp8.state.scales
-    one = torch.ones((), device="cuda")
-
-    def random(rows, columns, dtype=torch.float8_e4m3fn):
-        """The same numbers for PyTorch and for us."""
-        with torch.cuda.stream(stream):
-            numbers = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16).to(dtype)
-            return numbers, cp.asarray(numbers.view(torch.uint8))
-
-    rows, columns, inner = {"forward": (N, OC, C), "dinp": (N, C, OC), "dweight": (OC, C, N)}[kind]
-    of_dlogits = torch.float8_e5m2 if name == "logits" and kind != "forward" else torch.float8_e4m3fn
-    (a, ours_a), (b, ours_b) = random(rows, inner, of_dlogits), random(columns, inner)
-    out = cp.empty((rows, columns), Row((), fp8.matmul.precision.grads).stored_as)
-    across = kind == "dweight" and name == "fcproj"  # reads dout transposed, inp (N,C) as it is
-    if across:
-        ours_a, ours_b = random(N, C)[1], ours_a
-    elif kind == "dweight":
-        ours_a = random(N, OC, of_dlogits)[1]
-    operands = ours_a, scale, ours_b, scale
-    if kind == "dweight" or of_dlogits is torch.float8_e5m2:
-        kernel = ("classifier_" if name == "logits" else "") + {"dinp": "inp", "dweight": "weight"}[kind]
-        call = functools.partial(fp8.multiply_long, kernel, out, *operands, 1.0, across)
-    else:
-        call = functools.partial(fp8.multiply, out, *operands)
-
-    def cublaslt():
-        with torch.cuda.stream(stream):
-            torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)
-
-    return {"ours": call, "cuBLASLt": cublaslt}, out, inner, call
-
-
-def launches_of(device, call):
-    """[(kernel, last argument)]; for a weight gradient, that is the number of parts."""
-    found = []
-
-    def observer(name, arguments):
-        found.append((name, arguments[-1] if "weight" in name else None))
-        return contextlib.nullcontext()
-
-    device.observer = observer
-    call()
-    device.observer = None
-    return found
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# generate
-
-TOKENS = 256
-
-
-def bench_generate(args):
-    """Text from random weights, 256 tokens after end-of-text, beside transformers: bfloat16 on a GPU, else float32 on
-    the CPU. A row is the best of 3 whole runs (transformers: one) after a warm-up. "of the floor": the time to read all
-    weights once, at the GPU's copy bandwidth, as a part of a step. transformers is generate(), eager."""
-    config, params = random_model(args.model, V)
-    gpu = floor = None
-    with contextlib.suppress(UserError):
-        gpu = open_gpu()
-    print(f"{args.model} on {gpu.name if gpu else 'CPU'}, {'bfloat16' if gpu else 'float32'}, {TOKENS} tokens")
-
-    def row(what, B, seconds):
-        share = f"  {floor / (seconds / TOKENS):4.0%} of the floor" if floor and B == 1 else ""
-        print(f"B={B:<3} {what:<20} {B * TOKENS / seconds:9.0f} tok/s  {seconds / TOKENS * 1e6:8.1f} us a step{share}",
-              flush=True)
-
-    def draw(decoder, B, choice, prompt=np.array([[V - 1]], np.int32)):
-        return min(times_of(lambda: sum(1 for _ in decoder.draw(prompt, TOKENS, streams(1, B), choice)), 1, 3))
-
-    for B in args.b:
-        if gpu:
-            decoder = open_decoder(cuda.GPT2, gpu, config, params, B, config.maxT)
-            floor = floor or 2 * flat(params).size / profile_gpu.measure_copy(decoder.device)
-        else:
-            decoder = Decoder(config, params, B, config.maxT)
-        row("ours", B, draw(decoder, B, Choice()))
-        row("ours, top_k 50", B, draw(decoder, B, Choice(1.0, 50)))
-        del decoder
-        if gpu:
-            cp.get_default_memory_pool().free_all_blocks()
-    for B, seconds in time_transformers(config, args.b, "cuda" if gpu else "cpu").items():
-        row("transformers", B, seconds)
-
-
-def time_transformers(config, batches, device):
-    """{batch size: seconds}"""
-    import torch
-    import transformers
-
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=config.L, n_head=config.NH, n_embd=config.C))
-    model = model.to(device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
-
-    def run(B):
-        prompt = torch.full((B, 1), V - 1, device=device)
-        model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=TOKENS, min_new_tokens=TOKENS,
-                       do_sample=True, top_k=0, pad_token_id=V - 1).cpu()
-
-    return {B: min(times_of(lambda B=B: run(B), 1, 1)) for B in batches}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# scale
-
-RUNS = {  # name -> (model, flags); B is per GPU, -d for all together
-    "small": ("124M, B=4", ("-e", "d12", "-b", 4, "-x", 60)),
-    "update": ("124M, B=64, 524,288 tokens", ("-e", "d12", "-b", 64, "-d", 524288, "-x", 9)),
-    "1558M": ("1558M, B=16", ("-e", "d48", "-b", 16, "-x", 9)),
-}
-
-
-def bench_scale(args):
-    """Training on 1, 2, 4, ... GPUs of this machine, on random tokens, from random weights: the median step, without
-    the first third of the steps. "of linear": tokens a second, over as many times those of the slowest of these GPUs,
-    all measured alone at the same time. Memory is what the trainer allocates on a GPU."""
-    there = count_gpus()
-    counts = args.gpus or [n for n in (1, 2, 4, 8, 16) if n <= there]
-    if max(counts) > there:
-        raise UserError(f"--gpus {max(counts)}: this machine has {there}")
-    with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
-        tokens = np.random.default_rng(0).integers(0, V, 20_000_000)
-        write_tokens("tokens_train.bin", [tokens], len(tokens), "uint16")
-        write_tokens("tokens_val.bin", [tokens[: 1 << 17]], 1 << 17, "uint16")
-        print("| bfloat16, T=1024 | GPUs | ms a step | tokens/s | of linear | GiB a GPU |\n|---|---|---|---|---|---|")
-        for (what, flags), gpus in itertools.product([RUNS[name] for name in args.only], counts):
-            given = dict(zip(flags[::2], flags[1::2]))
-            if given.get("-d", 0) % (given["-b"] * T * gpus):
-                continue  # an update does not divide into whole batches
-            with ThreadPoolExecutor(gpus) as pool:
-                alone = () if gpus == 1 else pool.map(
-                    lambda only, flags=flags: time_training(1, flags, only)[1], range(gpus))
-            ms, rate, size = time_training(gpus, flags)
-            print(f"| {what} | {gpus} | {ms:.2f} | {rate:,.0f} | {rate / gpus / min(alone, default=rate):.1%} |"
-                  f" {size / 1024:.1f} |", flush=True)
-
-
-def time_training(gpus, flags, only=None):
-    """(ms a step, tokens/s, MiB) of a run of the trainer. only: index of the one GPU that it sees."""
-    command = [sys.executable, os.path.join(ROOT, "train_gpt2_cuda.py"), "-i", "tokens", "-t", T, "-s", 0, "-v", 0,
-               "--gpus", gpus, "--lines", "llmc", "--final_reports", 0, *flags]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count_gpus()))))
-    visible = visible if only is None else visible.split(",")[only]
-    output = output_of(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": visible})
-    steps = [tuple(map(float, pair)) for pair in re.findall(r"\(([0-9.]+) ms, ([0-9]+) tok/s\)", output)]
-    ms, rate = (statistics.median(values) for values in zip(*steps[len(steps) // 3 :]))
-    return ms, rate, sum(map(int, re.findall(r"^allocated (\d+) MiB", output, re.MULTILINE)))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the command line
 
 
@@ -659,7 +348,6 @@ def parse_arguments(argv=None):
 
     for run in (bench_cpu, bench_gpu):
         add = command(run)
-        add("--readme", action="store_true", help="put the tables into doc/speed.md and README.md, at their markers")
         add("--worker", nargs=7, help=argparse.SUPPRESS)
     add("--only", choices=tuple(TABLES), help="one table")
     add = command(bench_attention)

@@ -27,7 +27,7 @@ import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
-from root import ROOT
+from root import ROOT, output_of
 import numpy as np
 import torch
 from tqdm import tqdm
@@ -40,7 +40,6 @@ from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, field_flags, option, parse_settings
 from llmc.tensors import views
 from llmc.tokenizer import load_tokenizer
-from readme import output_of
 from reference import to_reference
 from train_gpt2 import GPT2
 from train_gpt2_cuda import CudaSettings

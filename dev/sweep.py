@@ -157,7 +157,8 @@ def draw(swept, results, loss, path):
             x = sorted(points)
             axes.plot(x, [np.mean(points[value]) for value in x], color=f"C{index}", label=label or "runs")
             axes.plot(*zip(*((value, y) for value in x for y in points[value])), f"C{index}o")
-        if isinstance(x[0], float) and x[0] > 0 and x[-1] > 5 * x[0]:
+        is_wide = isinstance(x[0], float) and x[-1] > 5 * x[0]
+        if x[0] > 0 and (along == "learning_rate" or is_wide):
             axes.set_xscale("log")
         axes.set_xlabel(along.replace("_", " "))
         axes.set_ylabel(f"{loss.replace('_', ' ')}, nats a token")

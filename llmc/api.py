@@ -38,7 +38,7 @@ def architecture_of(model):
             return page
     if os.path.exists(os.path.join(model, "config.json")):
         return all_pages[0]  # a trainer refuses a Hugging Face folder, and says how to convert it
-    path = model_file(model)
+    path = model_file(model, "last") if os.path.isdir(model) else model_file(model)
     with open_input(path, export_hint(path)) as f:
         magic = int.from_bytes(f.read(4), "little")
     return next((page for page in all_pages if page.MAGIC == magic), all_pages[0])  # which refuses another kind of file
@@ -49,18 +49,19 @@ def on_gpu(architecture):
     return getattr(importlib.import_module(f"{architecture.__module__}_cuda"), architecture.__name__)
 
 
-def load_model(path):
-    """(architecture, config, params) of a run's directory, a .bin file or a Hugging Face folder."""
-    if os.path.exists(os.path.join(path, "config.json")):
+def load_model(path, checkpoint=""):
+    """(architecture, config, params) of a run's directory, a .bin file or a Hugging Face folder.
+    checkpoint: of a run: "best", "last" or a step; "": see model_file."""
+    if os.path.exists(os.path.join(path, "config.json")) and not checkpoint:
         return read_hf_folder(path, *pages()[:2])
-    path = model_file(path)
+    path = model_file(path, checkpoint)
     return (architecture := architecture_of(path)), *read_model(path, architecture)
 
 
-def load_with_vocabulary(path, tokenizer="", is_needed=True):
+def load_with_vocabulary(path, tokenizer="", checkpoint="", is_needed=True):
     """As load_model, and the Vocabulary, or None: of a file, or of those beside the model. Rows without a token are
     padding. is_needed: a vocabulary that cannot be read raises UserError; else it is a warning, and None."""
-    architecture, config, params = load_model(path)
+    architecture, config, params = load_model(path, checkpoint)
     try:
         vocabulary = load_vocabulary(path, config.V, tokenizer)
     except UserError as error:
@@ -97,12 +98,18 @@ class Model:
 
     OPTIONS = "beta1", "beta2", "eps", "weight_decay", "grad_clip"
 
-    def __init__(self, path, tokenizer="", **options):
-        """path: a run's directory, a .bin file or a Hugging Face folder; tokenizer: a file, if it is not beside the
-        model; options: of AdamW, with the trainer's defaults. Raises UserError for files or options that are wrong."""
+    def __init__(self, path, tokenizer="", checkpoint="", **options):
+        """path: a run's directory, a .bin file or a Hugging Face folder
+        tokenizer: a file, if it is not beside the model
+        checkpoint: of a run: "best", "last" or a step; "": the best where --patience has kept it
+        options: of AdamW, with the trainer's defaults
+
+        Raises UserError for files or options that are wrong."""
         if unknown := options.keys() - set(self.OPTIONS):
-            raise UserError(f"{min(unknown)}: no such option: expected tokenizer, {', '.join(self.OPTIONS)}")
-        architecture, self.config, params, self.tokenizer = load_with_vocabulary(path, tokenizer)
+            raise UserError(f"{min(unknown)}: no such option: expected tokenizer, checkpoint,"
+                            f" {', '.join(self.OPTIONS)}")
+        found = load_with_vocabulary(path, tokenizer, str(checkpoint))
+        architecture, self.config, params, self.tokenizer = found
         self.steps, self.batch, self.has_gradients = 0, None, False  # updates so far; what backward and update read
         self.open(architecture, params, options)
 

@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 
-DIVERGED = "the last checkpoint, if any, is kept: try a lower -l, a warm-up (-u) or --grad_clip 1"  # after NaN or inf
+DIVERGED = ("the last checkpoint, if any, is kept: try a lower -l, a longer warm-up (-u) or a"
+            " --grad_clip of 1 or less")  # after NaN or infinity
 
 
 class Parser(argparse.ArgumentParser):

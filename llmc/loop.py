@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmc import threads
 from llmc.checkpoint import Progress, owned_by_one
 from llmc.dataloader import open_data
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError
@@ -49,6 +50,9 @@ class Loop(contextlib.AbstractContextManager):
         depend on it. Raises UserError if files do not fit each other or the settings."""
         self.ranks, self.architecture, self.status = ranks, architecture, 0
         self.first_step = ranks.gather(find_checkpoint(settings) if ranks.is_first else None)[0]
+        self.notes = {}  # of the checkpoint that it resumes from
+        if self.first_step is not None:
+            self.notes = read_notes(settings.output_dir, self.first_step)
         self.tokenizer = load_tokenizer(settings)
         self.config, self.params, self.model_path = read_start(settings, self.first_step, self.tokenizer, architecture)
         self.parameters = sum(tensor.size for tensor in unpadded(self.params, self.config.V))
@@ -67,7 +71,11 @@ class Loop(contextlib.AbstractContextManager):
             print_changed_settings(settings)
         self.settings = resolve(settings) if resolve else settings
         if self.settings.steps == 0:  # one epoch
-            self.settings.steps = max(1, self.train_loader.batches_per_epoch // self.settings.micro_steps)
+            updates = self.train_loader.batches_per_epoch // self.settings.micro_steps
+            if settings.is_llmc:  # which counts the ends of shards, too
+                tokens = sum(shard.size for shard in self.train_loader.shards)
+                updates = tokens // self.settings.update_tokens
+            self.settings.steps = max(1, updates)
         self.random, self.running, self.saver = Random(), None, None
         self.begin = self.saved = self.first_step or 0
         self.lowest, self.above = (math.inf, 0), 0  # (validation loss, its step); how many were above it since
@@ -88,7 +96,7 @@ class Loop(contextlib.AbstractContextManager):
         self.model, self.saver, self.params = model, saver, None
         if self.first_step is not None:
             saver.restore(self.first_step, self.train_loader, self.random)
-            self.lowest = tuple(read_notes(self.settings.output_dir, self.first_step).get("lowest", self.lowest))
+            self.lowest = tuple(self.notes.get("lowest", self.lowest))
         settings = self.settings if self.ranks.is_first else dataclasses.replace(self.settings, output="")
         self.log = Log(settings, self.begin)
 
@@ -116,9 +124,11 @@ class Loop(contextlib.AbstractContextManager):
                     self.save(step)
                 return self.stop(step, *interrupted.args)
             if validates and settings.patience:
-                last = last or self.above >= settings.patience
-                if directory and step != self.saved and (last or not self.above):  # the best model is kept, too
-                    self.save(step)
+                if self.above >= settings.patience and not last:
+                    self.console.stops_early(step, *self.lowest)
+                    last = True
+                if directory and step != self.saved and (last or not self.above):
+                    self.save(step, of_patience=True)
             if last:
                 break
             yield step
@@ -170,9 +180,9 @@ class Loop(contextlib.AbstractContextManager):
         self.console.validation(step, loss)
         self.log.validation(step, loss)
         self.lowest, self.above = ((loss, step), 0) if loss <= self.lowest[0] else (self.lowest, self.above + 1)
-        if self.above == max(3, settings.patience):
+        if self.above == 3 and not settings.patience:
             self.console.overfits(step, *self.lowest)
-        if self.examples:
+        if self.examples and step > 0:  # as llm.c
             self.console.wait_for("HellaSwag")
             correct, _ = self.count_correct(self.model.losses, self.examples, settings.B, settings.T, starmap)
             self.console.hellaswag(step, correct, len(self.examples))
@@ -192,12 +202,15 @@ class Loop(contextlib.AbstractContextManager):
                 self.random.u32()
         self.interruption.check()  # the first rank may have lost its terminal
 
-    def save(self, done):
+    def save(self, done, of_patience=False):
+        """Save a checkpoint after `done` updates. of_patience: a later one may replace it."""
         self.console.wait_for("saving")
         batch = (self.settings.B, self.settings.T, self.settings.spread)
         progress = Progress(done, self.random.state, self.train_loader.position, batch)
         notes = {name: getattr(self.settings, name) for name in ("update_tokens", "data", "val_data", "model")}
-        self.saver.save(progress, {**notes, "lowest": self.lowest} if self.settings.patience else notes)
+        if self.settings.patience:
+            notes |= {"lowest": self.lowest, "of_patience": of_patience}
+        self.saver.save(progress, notes)
         self.saved = done
 
     def stop(self, done, signal):
@@ -224,7 +237,8 @@ class Saver:
     def save(self, progress, notes):
         """Write a checkpoint. progress: a Progress; notes: for JSON."""
         model, owned = self.model, owned_by_one(self.model.optimizer)
-        save_checkpoint(self.settings, model.config, model.params, owned, progress, notes | notes_on(model.recent))
+        notes = {**notes, "threads": threads.THREADS, **notes_on(model.recent)}
+        save_checkpoint(self.settings, model.config, model.params, owned, progress, notes)
 
     # on GPUs: wait for the weights that others send; until the checkpoint is written; raise the error of one that
     # failed, without a wait; end, by an exception or not

@@ -5,6 +5,7 @@ import dataclasses
 import sys
 import time
 
+from llmc.resume import checkpoint_paths
 
 def print_table(groups):
     """Print groups of (name, value) in a box."""
@@ -83,6 +84,15 @@ class Console:
         self.print(f"{self.step_of(step)} | validation was lowest at step {at}, {lowest:.4f}: more steps overfit"
                    " (--patience stops then, and keeps the best model)")
 
+    def stops_early(self, step, lowest, at):
+        """Print why --patience ends the run at this step, and which checkpoint is the best."""
+        best = "nothing is saved without -o DIR"
+        if self.settings.output_dir:
+            best = f"the best checkpoint is {checkpoint_paths(self.settings.output_dir, at)[0]}"
+        patience = self.settings.patience
+        self.print(f"{self.step_of(step)} | stopped by --patience {patience}: that many validations"
+                   f" in a row were above {lowest:.4f}, of step {at}; {best}")
+
     def hellaswag(self, step, correct, count):
         self.print(f"{self.step_of(step)} | HellaSwag {correct}/{count} = {correct / count:.4f}")
 
@@ -130,6 +140,9 @@ class Console:
     def print_end(self, steps):
         rate = f"{self.settings.update_tokens * steps / self.seconds:.0f} tok/s"
         where = f"; the model is in {self.settings.output_dir}" if self.settings.output_dir else ""
+        best = self.loop.lowest[1]
+        if where and self.settings.patience and best != self.done:
+            where += f", the best one of step {best}"
         print(f"{steps} steps in {duration(time.perf_counter() - self.began)}, {rate} while training{where}")
 
     def step_of(self, done):
@@ -144,6 +157,11 @@ class Console:
     def print(self, line):
         with self.loop.interruption.output():
             (self.bar.write if self.bar else print)(line)
+
+    def note(self, text):
+        self.erase()
+        with self.loop.interruption.output():
+            print(f"note: {text}", file=sys.stderr)
 
     def erase(self):
         if self.bar:

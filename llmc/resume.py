@@ -37,13 +37,36 @@ def newest_checkpoint(directory):
     return max(complete_checkpoints(directory), default=None)
 
 
-def model_file(path):
-    """The newest model in a run's directory; `path` itself if it is a file."""
+def model_file(path, checkpoint=""):
+    """The model in a run's directory; `path` itself if it is a file. checkpoint: "best", "last" or
+    a step; "": the best where --patience has kept it, which a note says, else the last."""
+    steps = complete_checkpoints(path)
+    if not steps or not os.path.isdir(path):
+        return file_without_checkpoints(path, checkpoint)
+
+    last = steps[-1]
+    loss, best = read_notes(path, last).get("lowest", (0.0, None))
+    if best not in steps:
+        best = None
+    if not checkpoint and best not in (None, last):
+        print(f"note: {path}: this is the best checkpoint, of step {best}, validation loss"
+              f" {loss:.4f}; the last is {checkpoint_paths(path, last)[0]}", file=sys.stderr)
+
+    chosen = {"": last if best is None else best, "best": best, "last": last}
+    chosen |= {str(step): step for step in steps}
+    if chosen.get(checkpoint) is None:
+        raise UserError(f"{path}: no checkpoint {checkpoint}: expected last, one of the steps"
+                        f" {', '.join(map(str, steps))} or, of a run with --patience, best")
+    return checkpoint_paths(path, chosen[checkpoint])[0]
+
+
+def file_without_checkpoints(path, checkpoint):
+    """`path`, which is not the directory of a run; raises UserError if it is no file."""
     is_directory = os.path.isdir(path)
     if os.path.lexists(path) and not is_directory:
+        if checkpoint:
+            raise UserError(f"{path}: is a file, not the directory of a run, which has checkpoints")
         return path
-    if is_directory and (step := newest_checkpoint(path)) is not None:
-        return checkpoint_paths(path, step)[0]
     raise UserError(f"{path or repr(path)}: {'holds no checkpoint' if is_directory else 'no such file'}: expected the"
                     " directory of a run (train with -o DIR), a .bin file (make one with: python export_weights.py) or"
                     " a Hugging Face folder, with its config.json")
@@ -79,11 +102,26 @@ def save_checkpoint(settings, config, params, owned, progress, notes, version=3,
 
 
 def delete_old_checkpoints(settings, done, best):
-    """Delete the checkpoints up to step `done`, just saved, except the newest -nk, step `best`, every -nm'th step."""
-    steps = [step for step in complete_checkpoints(settings.output_dir) if step <= done]
+    """Delete, of the checkpoints up to step `done`, just saved, those that nothing keeps: neither
+    `done` nor `best` of --patience's own; of the others all but the newest -nk, every -nm'th step
+    and `best`."""
+    directory = settings.output_dir
+    steps = [step for step in complete_checkpoints(directory) if step <= done]
+    if settings.patience:
+        for step in steps[:-1]:
+            if step != best and is_of_patience(directory, step):
+                remove(directory, step)
+        steps = [step for step in complete_checkpoints(directory) if step <= done]
     for step in steps[: -settings.checkpoints_keep] if settings.checkpoints_keep else ():
         if step != best and step % (settings.major_checkpoint_every or 1 << 62):
-            remove(settings.output_dir, step)
+            remove(directory, step)
+
+
+def is_of_patience(directory, step):
+    """Whether a checkpoint was made for --patience alone, not by -n, at the end or on Ctrl-C."""
+    with contextlib.suppress(UserError):  # damaged notes
+        return bool(read_notes(directory, step).get("of_patience"))
+    return False
 
 
 def remove(directory, step):

@@ -17,14 +17,19 @@ RENAMED = {  # llm.c's flags that are written otherwise here: doc/formats.md has
     "-h": "--hellaswag", "-r": "--recompute", "-f": "--tf32", "-w": "--master_weights", "--input_bin": "-i",
     "--input_val_bin": "-j", "--output_dir": "-o", "--val_loss_every": "-v", "--val_max_steps": "-m",
     "--num_iterations": "-x", "--warmup_iters": "-u", "--learning_rate_decay_frac": "-q"}
+GPT3 = {"gpt3:c384": "d6", "gpt3:c768": "d12", "gpt3:c1024": "d24"}  # GPT-2's of the same sizes
+DEPTHS = {"c1536": 24, "c2048": 24, "c2560": 32, "c4096": 32}  # of models named by their channels
 WHOLE = {"-x": 0, "-d": 0, "-m": 2**31 - 1}  # what -1 means: one epoch; a batch on each GPU; all validation data
 NOTHING_TO_SET = {
     "-ge": "GELU is always fused", "-lg": "nvidia-smi shows a GPU's state", "--dtype": "a CPU run is in float32",
     "-r": "on a CPU, nothing is recomputed", "-f": "a CPU has no TF32", "-w": "on a CPU, weights are float32",
-    "--write_tensors": "export_weights.py writes them",
+    "--write_tensors": "export_weights.py writes them; its --write_tensors 0 times PyTorch's steps",
+    "--inference_only": "it is PyTorch's",
+    "--device": "train_gpt2.py is for CPUs, train_gpt2_cuda.py for GPUs, export_weights.py both",
     **dict.fromkeys(("-z", "--zero_stage"), "the optimizer's state is always shared among the GPUs"),
     **dict.fromkeys(("--compile", "--tensorcores", "--flash"), "it is PyTorch's"),
-    **dict.fromkeys(("-pn", "-pr", "-pg", "-pm", "-ps", "-pf"), "torchrun, mpirun or srun says which process this is")}
+    **dict.fromkeys(("-pn", "-pr", "-pg", "-pi", "-ps", "-pf"),
+                    "torchrun, mpirun or srun says which process this is")}
 
 
 def option(default, *flags, group, help, **argparse_options):
@@ -50,7 +55,8 @@ class Settings:
 
     model: str = files("gpt2_124M.bin", "-e",
                        help="model to start from: a .bin file, or the directory of a run; or d2, d4, d6, d12 (GPT-2"
-                       " 124M), d24, d36, d48: random weights, for sequences of at most T tokens")
+                       " 124M), d24, d36, d48, or GPT-3's c1536, c2048, c2560, c4096: random"
+                       " weights, for sequences of at most T tokens")
     data: str = files("data/tiny_shakespeare", "-i", help="token files: a prefix to _train.bin and _val.bin, or the"
                       " path or quoted glob of training shards")
     val_data: str = files("", "-j", help="validation tokens, path or quoted glob (default: -i, val for train)")
@@ -72,8 +78,10 @@ class Settings:
     overfit_single_batch: int = batch(0, "-a", choices=(0, 1), help="1: train on the first batch again and again, which"
                                       " a model that learns soon knows by heart")
 
-    learning_rate: float = optimizer(1e-4, "-l", help="peak learning rate (of random weights, N layers: 0.0072 / N)")
-    warmup_steps: int = optimizer(0, "-u", help="steps of linear warm-up (of random weights: a tenth of -x, up to 100)")
+    learning_rate: float = optimizer(1e-4, "-l", help="peak learning rate (of random weights, N"
+                                     " layers: 0.0072 / N, less in fewer than 200 steps)")
+    warmup_steps: int = optimizer(0, "-u", help="steps of linear warm-up (of random weights: 100,"
+                                  " but at most half of -x)")
     schedule: str = optimizer("constant", "-k", choices=("constant", "cosine", "linear", "wsd", "cooldown"),
                               help="learning rate schedule after the warm-up")
     final_fraction: float = optimizer(0.0, "-q", help="learning rate at the end, as a fraction of the peak")
@@ -112,25 +120,36 @@ class Settings:
     FROM_SCRATCH: ClassVar = dict(
         B=16, shuffle=1, spread=1, steps=1000, schedule="cosine", beta2=0.95, weight_decay=0.1, grad_clip=1.0,
         val_every=100, val_batches=20, sample_every=200, sample_tokens=200, final_reports=1, print_every=10)
+    LLMC: ClassVar = dict(
+        B=4, T=1024, shuffle=1, steps=0, learning_rate=3e-4, schedule="cosine", final_fraction=1.0,
+        beta2=0.95, grad_clip=1.0, val_every=20, val_batches=20, final_reports=1)
+    SHORT_RUN: ClassVar = 200  # steps
     gpus: ClassVar = 1
+    is_llmc: ClassVar = False  # whether a flag that only llm.c has made LLMC the defaults
     given: ClassVar = None  # with from_scratch's defaults: the fields that the command line sets
 
     def fit_to_text(self, updates):
-        """Limit from_scratch's default of -x to ten epochs of `updates` each, as more would make a model memorize a
-        small text, and the default of -u with it."""
-        if self.given is not None:
-            if "steps" not in self.given:
-                self.steps = min(self.steps, 10 * max(1, updates))
-            if "warmup_steps" not in self.given:
-                self.warmup_steps = min(self.warmup_steps, (self.steps or updates) // 10)
+        """Fit from_scratch's defaults, once, to a text of so many updates an epoch. -x is at most
+        ten epochs, as more would make a model memorize a small text. Warm-up takes at most half of
+        the steps, and in fewer than SHORT_RUN the peak learning rate is lower: at a rate that rises
+        faster, the loss jumps up by 1 to 4 around step 8, as a new model's activations are small,
+        and layernorm magnifies each change of them."""
+        if self.given is None:
+            return
+        if "steps" not in self.given:
+            self.steps = min(self.steps, 10 * max(1, updates))
+        steps = self.steps or updates
+        if "warmup_steps" not in self.given:
+            self.warmup_steps = min(self.warmup_steps, steps // 2)
+        if "learning_rate" not in self.given and steps < self.SHORT_RUN:
+            share = max(0.25, steps / self.SHORT_RUN)
+            self.learning_rate = float(f"{share * self.learning_rate:.4g}")  # as one would write it
 
     @classmethod
-    def from_scratch(cls, depth, given):
-        """The defaults of a model dN with random weights, N = depth. The peak learning rate, 0.0072 / N, is GPT-3's for
-        d12 (Brown et al. 2020). given: {field: value} of the command line."""
-        steps = given.get("steps", cls.FROM_SCRATCH["steps"])
-        return {**cls.FROM_SCRATCH, "learning_rate": 0.0072 / max(1, depth),
-                "warmup_steps": min(100, steps // 10) if steps else 100}
+    def from_scratch(cls, depth):
+        """The defaults of a model dN with random weights, N = depth; in short runs see fit_to_text.
+        The peak learning rate, 0.0072 / N, is GPT-3's for d12 (Brown et al. 2020)."""
+        return {**cls.FROM_SCRATCH, "learning_rate": 0.0072 / max(1, depth), "warmup_steps": 100}
 
     # the run's directory, or None when -o is absent or names a .log file
     output_dir = property(lambda self: self.output if self.output and not self.output.endswith(".log") else None)
@@ -161,9 +180,9 @@ class Settings:
         expect("total_batch_size", self.total_batch_size % batch == 0, f"a multiple of B*T{gpus} = {batch}")
         for name in ("hellaswag", "patience"):
             expect(name, not getattr(self, name) or self.val_every, "-v STEPS too: it comes with each validation")
-        if (self.checkpoint_every or self.resume) and not self.output_dir:
+        if self.resume and not self.output_dir:
             found = f"-o {self.output} is a log file" if self.output else "there is no -o"
-            raise UserError(f"-n and -y need a directory for checkpoints, but {found}: pass -o DIR")
+            raise UserError(f"-y needs a directory with checkpoints, but {found}: pass -o DIR")
 
 
 def flag_of(settings, name):
@@ -177,24 +196,42 @@ def field_flags(field):
 
 
 def from_llmc(argv, known):
-    """Return a command line with llm.c's flags as ours, and print a note on each that has no counterpart here. known:
-    the page's own flags. (-h without a number asks for help, as everywhere.)"""
-    words, rest = [], list(argv)
+    """Return (a command line with llm.c's flags as ours, the flags that only llm.c has), and print
+    notes on what has no counterpart here. known: the page's own flags. (-h without a number asks
+    for help, as everywhere.)"""
+    words, theirs = [], []
+    notes = {}  # reason -> flags
+    rest = list(argv)
     while rest:
-        flag, value = rest.pop(0), rest[0] if rest else ""
-        if RENAMED.get(flag) in known and (flag != "-h" or value.isdigit()):
-            flag = RENAMED[flag]
-        value = value.removeprefix("gpt2:") if flag == "-e" else value
+        flag = given = rest.pop(0)
+        value = rest[0] if rest else ""
+        if flag == "--inference_only" and value == "1":
+            raise UserError("--inference_only: PyTorch's forward passes are timed by: python"
+                            " export_weights.py --write_tensors 0 --inference_only 1")
+
+        is_descriptor = flag == "-e" and value.startswith(("gpt2:", "gpt3:"))
+        is_theirs = is_descriptor or (flag, value) == ("-x", "-1")
         if flag in NOTHING_TO_SET and flag not in known:
-            if value != "0" and os.environ.get("RANK", "0") == "0":
-                print(f"note: {flag} {value}: {NOTHING_TO_SET[flag]}", file=sys.stderr)
+            is_theirs = not flag.startswith("--") and flag != "-w"
+            if value != "0" or flag == "--write_tensors":
+                notes.setdefault(NOTHING_TO_SET[flag], []).append(f"{flag} {value}")
             del rest[:1]
-            continue
-        words.append(flag)
-        if rest and flag in known and known[flag].nargs is None:  # it takes a value, perhaps one like -1
-            words.append(str(WHOLE[flag]) if value == "-1" and flag in WHOLE else value)
-            del rest[0]
-    return words
+        else:
+            if RENAMED.get(flag) in known and (flag != "-h" or value.isdigit()):
+                is_theirs = flag in ("-h", "-r", "-f")
+                flag = RENAMED[flag]
+            words.append(flag)
+            if rest and flag in known and known[flag].nargs is None:  # it takes a value, even -1
+                if is_descriptor:
+                    value = GPT3.get(value, value[5:])
+                words.append(str(WHOLE[flag]) if value == "-1" and flag in WHOLE else value)
+                del rest[0]
+        theirs += [given] * is_theirs
+
+    if os.environ.get("RANK", "0") == "0":
+        for reason, flags in notes.items():
+            print(f"note: {', '.join(flags)}: {reason}", file=sys.stderr)
+    return words, theirs
 
 
 def parse_settings(settings_class, description, argv=None):
@@ -215,14 +252,33 @@ def parse_settings(settings_class, description, argv=None):
             extra["help"] += f" (default: %(default)s; of random weights: {settings_class.FROM_SCRATCH[field.name]})"
         groups[group].add_argument(*field_flags(field), dest=field.name, default=default, **extra)
     absent = argparse.Namespace(**{field.name: None for field in dataclasses.fields(settings_class)})
-    argv = from_llmc(sys.argv[1:] if argv is None else argv, parser._option_string_actions)
+    known = parser._option_string_actions
+    argv, theirs = from_llmc(sys.argv[1:] if argv is None else argv, known)
     given = {name: value for name, value in vars(parser.parse_args(argv, absent)).items() if value is not None}
     settings = settings_class(**given)
-    if (random := re.fullmatch(r"[a-z](\d+)", settings.model)) and not os.path.exists(settings.model):
-        settings = settings_class(**{**settings_class.from_scratch(int(random[1]), given), **given})
+    random = re.fullmatch(r"[a-z](\d+)", settings.model)
+    if theirs and settings_class.LLMC:
+        settings = settings_class(**{**settings_class.LLMC, **given})
+        settings.is_llmc = True
+    elif random and not os.path.exists(settings.model):
+        depth = DEPTHS.get(settings.model, int(random[1]))
+        settings = settings_class(**{**settings_class.from_scratch(depth), **given})
         settings.given = frozenset(given)
     settings.check()
+    if os.environ.get("RANK", "0") == "0":
+        print_notes(settings, theirs)
     return settings
+
+
+def print_notes(settings, theirs):
+    """Print what a user might not expect. theirs: flags of the command line that only llm.c has."""
+    if settings.is_llmc:
+        print(f"note: with llm.c's {' '.join(dict.fromkeys(theirs))}, what is not given is as in"
+              " llm.c: one epoch, 4 x 1024 tokens and so on (doc/formats.md)", file=sys.stderr)
+    if settings.checkpoint_every and not settings.output_dir:
+        found = f"-o {settings.output} is a log file" if settings.output else "there is no -o"
+        print(f"note: -n {settings.checkpoint_every}: no checkpoints, as {found}: pass -o DIR",
+              file=sys.stderr)
 
 
 def print_changed_settings(settings):

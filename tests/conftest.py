@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # PyTorch's threads would spin, on the cores that NumPy's need
+os.environ.setdefault("OMP_NUM_THREADS", "2")  # else as many as there are free cores: other bits
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and so it would be by programs under test
 
 import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)

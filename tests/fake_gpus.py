@@ -23,7 +23,7 @@ import train_gpt2_cuda as cuda
 from conftest import FakeGPU, install
 from llmc.errors import run_main
 from llmc.gpu.device import to_float32
-from llmc.gpu.launcher import LAUNCHERS
+from llmc.single_process import LAUNCHERS
 from llmc.tensors import bf16_bits, flat
 from llmc.gpu.shares import CHUNKS
 from train_gpt2_cuda import STEP_CONTROL

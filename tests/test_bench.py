@@ -4,6 +4,7 @@ on a fake one: what it makes of the launches of a step."""
 import contextlib
 import csv
 import re
+import subprocess
 import sys
 import unittest.mock
 from pathlib import Path
@@ -83,6 +84,30 @@ def test_a_sweep_s_runs_table_and_picture(workplace, run_here, monkeypatch):
         run_here(sweep, *SWEEP, *flags, fails=words)
     Path("s/l=0.001_seed=1/started.txt").write_bytes(b"\xff")
     run_here(sweep, *SWEEP, *flags, fails=["s/l=0.001_seed=1: a run with other flags"])
+
+
+def test_llm_c_s_make_targets_say_what_to_run():
+    """In a line each, with a program that is there."""
+    targets = [f"{name}{of}" for name in ("train_gpt2", "test_gpt2") for of in ("", "cu", "fp32cu")]
+    lines = subprocess.check_output(["make", "-s", *targets], cwd=ROOT, text=True).splitlines()
+    for target, line in zip(targets, lines, strict=True):
+        program, *_ = line.removeprefix("nothing to compile: python ").split()
+        expected = re.sub(r"(fp32)?cu$", "_cuda" if target.startswith("train") else "", target)
+        assert program == f"{expected}.py" and (ROOT / program).exists()
+
+
+@pytest.mark.parametrize("along, values, scale", (
+    ("learning_rate", (6e-4, 1e-3), "log"), ("learning_rate", (0.0, 1e-3), "linear"),
+    ("weight_decay", (0.01, 0.1), "log"), ("weight_decay", (0.1, 0.2), "linear"),
+    ("B", (1, 64), "linear")))
+def test_a_sweep_s_axis(monkeypatch, along, values, scale):
+    """Learning rates are compared by their ratio, however few they are."""
+    axes = []
+    monkeypatch.setattr(sweep, "picture", lambda _: contextlib.nullcontext(axes[0]))
+    axes.append(pytest.importorskip("matplotlib.figure").Figure().subplots())
+    rows = [{along: value, "state": "finished", "val_loss": 1.0} for value in values]
+    sweep.draw([along], rows, "val_loss", "")
+    assert axes[0].get_xscale() == scale
 
 
 # ----------------------------------------------------------------------------------------------------------------------

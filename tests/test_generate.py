@@ -197,6 +197,9 @@ def test_ctrl_c_leaves_the_samples_so_far(workplace, run_here, monkeypatch):
     done = run_here(generate, MODEL, "--prompt_ids", 65, "--samples", 2, "--ignore_eot", "--json", check=False)
     assert done.returncode == 130
     assert [len(json.loads(line)["ids"]) for line in done.stdout.splitlines()] == [3, 3]
+    done = run_here(generate, MODEL, "--prompt_ids", 65, "--tokens", 9, check=False)
+    assert done.returncode == 130 and done.stdout.endswith("\n"), "a shell's prompt begins a line"
+    assert done.stdout.count("\n") == 1 and done.stderr == "generate.py: interrupted\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
     done = run_here(generate, MODEL, "--interactive", "--samples", 2, "--tokens", 5)
     assert done.stdout.count("---") == 2, "an answer ends, not the program"

@@ -16,10 +16,11 @@ import train_llama3
 import train_speedrun
 from conftest import SMALL, SMALL_LLAMA, make_model, random_params
 from llmc.debugstate import check_tensor
+from llmc.errors import UserError
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, parse_settings
 from llmc.tensors import flat, table_elements
-from llmc.threads import BLOCK
+from llmc.threads import BLOCK, parallel_blocks
 from reference import muon
 from train_gpt2 import GPT2
 from train_llama3 import Llama3
@@ -70,25 +71,15 @@ def test_random_weights(page):
     assert np.abs(likeness - np.eye(len(likeness))).max() < 0.2, "each has its own numbers"
 
 
-def config_of(page, name):
-    """The Config of a model of random weights, and GPT-2's vocabulary, without padding."""
-    sizes = page.SIZES[name]
-    if page is not Llama3:
-        return page.Config(1024, 50257, *sizes, 50257)
-    L, NH, NKV, C, F = sizes
-    return page.Config(1024, 50257, L, NH, NKV, C, 50257, F, C // NH)
-
-
-@pytest.mark.parametrize("page, name, HS, parameters", (
-    (GPT2, "d12", 64, 124_439_808), (GPT2, "d24", 64, 354_823_168), (GPT2, "d36", 64, 774_030_080),
-    (GPT2, "d48", 64, 1_557_611_200), (Llama3, "l12", 64, 114_114_048),
-    (Speedrun, "s12", 128, 162_282_577)))
-def test_sizes(page, name, HS, parameters):
-    """GPT-2's are OpenAI's. Smaller ones have as many channels to a head."""
-    for each in page.SIZES:
-        config = config_of(page, each)
-        assert each[1:] == str(config.L) and config.HS == HS
-    assert table_elements(page.parameter_table(config_of(page, name))) == parameters
+@PAGES
+def test_sizes(page):
+    """So many layers as a name says; heads of 64 channels, a speed run's of 128; GPT-2's own."""
+    for name, (L, NH, *others) in page.SIZES.items():
+        C = others[1] if page is Llama3 else others[0]
+        assert name[1:] == str(L) and C == NH * (128 if page is Speedrun else 64)
+    for name, size in dict(d24=354_823_168, d36=774_030_080, d48=1_557_611_200).items():
+        table = GPT2.parameter_table(GPT2.Config(1024, 50257, *GPT2.SIZES[name], 50257))
+        assert table_elements(table) == size
 
 
 @PAGES
@@ -212,7 +203,18 @@ def test_a_gradient_is_cut_to_the_limit(longer):
     norm, scale = model.norm_and_scale(Settings(grad_clip=15.0 / longer))
     assert norm == 15.0 and scale == pytest.approx(min(1.0, 1.0 / longer), rel=1e-12)
     assert model.norm_and_scale(Settings()) == (None, 1.0)
-    assert model.norm_and_scale(Settings(output="run")) == (15.0, 1.0)
+    for wanted in (dict(output="run"), dict(skip_norm_zscore=5.0), dict(skip_loss_zscore=5.0)):
+        assert model.norm_and_scale(Settings(**wanted)) == (15.0, 1.0)
+
+
+def test_a_norm_that_is_not_finite_changes_no_weight(monkeypatch):
+    model = make_model(1, 8, 1)
+    before = flat(model.params).copy()
+    loader = SimpleNamespace(next_batch=lambda: np.zeros((2, 1, 8), np.int32))
+    monkeypatch.setattr(model, "norm_and_scale", lambda settings: (np.inf, 1.0))
+    with pytest.raises(UserError, match="step 1: the gradient norm is inf"):
+        train_gpt2.train_step(model, loader, Settings(B=1, T=8), 0)
+    assert np.array_equal(flat(model.params), before)
 
 
 SCHEDULES = {  # of 20 updates, the rates after a warm-up of 4, which end at 0
@@ -299,6 +301,11 @@ BY_BLOCKS = {  # what shares a loop among threads: (its call, shapes of its arra
         lambda n: (n, 4, 2, 1, 4)),
     "matmul_few_rows": (few_rows, [(OC,), (OC, C)], lambda n: (n,)),
 }
+
+
+def test_blocks_are_consecutive():
+    """And so are their results, whoever was first."""
+    assert parallel_blocks(lambda *ends: ends, 10, 4) == [(0, 4), (4, 8), (8, 10)]
 
 
 @pytest.mark.parametrize("name", BY_BLOCKS)

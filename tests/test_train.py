@@ -5,6 +5,7 @@ import contextlib
 import csv
 import dataclasses
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -22,20 +23,27 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+import evaluate
 import generate
 import llmc.gpu.precision
+import llmc.llmc_lines
 import llmc.loop
 import llmc.progress
+import llmc.single_process
+import llmc.threads
 import plot_log
 import train_gpt2
 import train_gpt2_cuda
-from conftest import ROOT, SMALL, draw_slowly, make_model, random_params, remove_after, trainer_of
+from conftest import (ROOT, SMALL, assert_one_line_error, draw_slowly, make_model, random_params,
+                      remove_after, trainer_of)
+from llmc.api import load
 from llmc.checkpoint import write_model
-from llmc.dataloader import DataLoader, write_tokens
+from llmc.dataloader import DataLoader, open_data, write_tokens
 from llmc.errors import UserError
 from llmc.outliers import LOSS, RECENT, WINDOW, notes_on, read_recent, z_score
 from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint
 from llmc.settings import parse_settings, Settings
+from llmc.single_process import LAUNCHERS
 from llmc.tensors import flat, table_elements
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from train_gpt2 import activation_table, GPT2
@@ -119,26 +127,87 @@ def test_fewer_lines_and_verbose_ones(workplace, train, run_here):
     run_here(plot_log, log, fails=("run.log:12", "hello"))
 
 
-@pytest.mark.parametrize("flags, steps, warmup", (((), 70, 7), (("-u", 9), 70, 9), (("-x", 3), 3, 0)))
+@pytest.mark.parametrize("flags, steps, warmup", (
+    ((), 70, 35), (("-u", 9), 70, 9), (("-x", 3), 3, 1)))
 def test_a_small_text_is_not_learnt_by_heart(workplace, run_here, monkeypatch, flags, steps, warmup):
     """Of random weights: ten epochs of seven batches, unless -x says more. The first step ends the run."""
     monkeypatch.setattr(train_gpt2, "train_step", Mock(side_effect=UserError("enough")))
     done = run_here(train_gpt2, "-e", "d2", "-b", 7, "-t", 80, "-s", 0, "-v", 0, *flags, fails=["enough"])
     assert f"\nrun       {steps} steps of 560 tokens" in done.stdout
-    assert f"warmup_steps={warmup} " in done.stdout or not warmup
+    assert f" warmup_steps={warmup}" in done.stdout
+
+
+DATA = "--data", "data/tiny_shakespeare", "--device", "cpu"
+LOSSES = 5.0, 4.0, 4.5, 4.2, 4.1, 4.6, 4.7, 4.8, 4.9, 5.0  # of validations, two steps apart
+
+
+@pytest.mark.parametrize("flags, steps", (((), 30), (("-x", 0), 3)))
+def test_an_epoch_of_updates_of_two_batches(workplace, run_here, monkeypatch, flags, steps):
+    """Of seven batches: three updates."""
+    monkeypatch.setattr(train_gpt2, "train_step", Mock(side_effect=UserError("enough")))
+    flags = *"-e d2 -b 7 -t 80 -d 1120 -s 0 -v 0".split(), *flags
+    printed = run_here(train_gpt2, *flags, fails=["enough"]).stdout
+    assert f"\nrun       {steps} steps of 1120 tokens" in printed
 
 
 @pytest.mark.parametrize("patience, last", ((0, 12), (3, 8), (4, 10)))
 def test_a_run_that_overfits(workplace, run_here, monkeypatch, patience, last):
-    """It is said once; with --patience, it ends there, with a checkpoint, and the command may go on; the best stays."""
-    losses = iter([5.0, 4.0, 4.5, 4.2, 4.1, 4.6, 4.7, 4.8, 4.9, 5.0])
-    monkeypatch.setattr(llmc.loop, "validate", lambda *_: next(losses))
+    """It is said once; with --patience, it ends there, and says why and which checkpoint is the
+    best, which stays; the command may go on."""
+    monkeypatch.setattr(llmc.loop, "validate", lambda *_, losses=iter(LOSSES): next(losses))
     flags = *"-e d2 -x 12 -b 2 -t 8 -v 2 -s 0 -o run -n 2 -nk 1 --patience".split(), patience
     printed = run_here(train_gpt2, *flags).stdout
-    assert printed.count("validation was lowest at step 2, 4.0000: more steps overfit") == 1
-    assert complete_checkpoints("run") == [2] * bool(patience) + [last] and f"\n{last} steps in " in printed
+    stops = (f"step {last:>2}/12 | stopped by --patience {patience}: that many validations in a row"
+             " were above 4.0000, of step 2; the best checkpoint is run/model_00000002.bin\n")
+    assert printed.count(stops) == bool(patience)
+    assert printed.count("validation was lowest at step 2, 4.0000: more steps") == (not patience)
+    assert complete_checkpoints("run") == [2] * bool(patience) + [last]
+    assert f"\n{last} steps in " in printed
     run_here(train_gpt2, *flags, "-y", 1)  # whose validations are above the lowest of before
     assert complete_checkpoints("run") == [2] * bool(patience) + [12]
+
+
+@pytest.mark.parametrize("flags, kept", (
+    ((), [2, 8]), (("-n", 3), [2, 3, 6, 8]), (("-n", 3, "-nk", 1), [2, 8]),
+    (("-n", 5, "-nk", 2), [2, 5, 8]), (("-n", 4, "-nm", 4, "-nk", 1), [2, 4, 8]),
+    (("--patience", 9), [2, 12])))
+def test_patience_keeps_the_best_and_the_newest_of_its_own(
+        workplace, run_here, monkeypatch, flags, kept):
+    """-n's checkpoints stay as without it. Validations are lowest at steps 0, then 2."""
+    monkeypatch.setattr(llmc.loop, "validate", lambda *_, losses=iter(LOSSES): next(losses))
+    begin = "-e d2 -x 12 -b 2 -t 8 -v 2 -s 0 -o run --patience 3".split()
+    printed = run_here(train_gpt2, *begin, *flags).stdout
+    assert complete_checkpoints("run") == kept
+    assert printed.endswith("; the model is in run, the best one of step 2\n")
+
+
+def test_which_checkpoint_of_a_run_is_taken(workplace, run_here, monkeypatch):
+    """By default the best, which is said; a run without --patience has no best one."""
+    monkeypatch.setattr(llmc.loop, "validate", lambda *_, losses=iter(LOSSES): next(losses))
+    run_here(train_gpt2, *"-x 8 -b 2 -t 8 -v 2 -s 0 -o run -l 0.01 -n 6 --patience 3".split())
+    texts = {}
+    note = "note: run: this is the best checkpoint, of step 2, validation loss 4.0000; the last is"
+    for flags, path in (((), "run"), (("--checkpoint", "best"), "run/model_00000002.bin"),
+                        (("--checkpoint", 6), "run/model_00000006.bin"),
+                        (("--checkpoint", "last"), "run/model_00000008.bin")):
+        done = run_here(generate, "run", *flags, "--tokens", 20, "--device", "cpu", "--json")
+        assert (f"{note} run/model_00000008.bin" in done.stderr) == (not flags)
+        file = run_here(generate, path, "--tokens", 20, "--device", "cpu", "--json")
+        assert done.stdout == file.stdout
+        texts[path] = done.stdout
+        of_run, of_file = (json.loads(run_here(evaluate, *words, *DATA, "--json").stdout)
+                           for words in (("run", *flags), (path,)))
+        assert of_run | {"model": path} == of_file
+    assert len(set(texts.values())) == 3 and texts["run"] == texts["run/model_00000002.bin"]
+    expected = load("run/model_00000006.bin").loss("abc")
+    assert load("run", checkpoint=6).loss("abc") == expected != load("run").loss("abc")
+    wrong = ("run", "--checkpoint", 5), ("run/model_00000002.bin", "--checkpoint", "last")
+    expected = "no checkpoint 5: expected last, one of the steps 2, 6, 8", "is a file, not the"
+    for flags, words in zip(wrong, expected):
+        run_here(generate, *flags, fails=[words])
+    run_here(train_gpt2, *"-x 9 -b 2 -t 8 -v 0 -s 0 -o run -y 1".split())
+    assert not run_here(generate, "run", "--tokens", 2, "--device", "cpu").stderr
+    run_here(generate, "run", "--checkpoint", "best", fails=["no checkpoint best: expected last"])
 
 
 def test_the_memory_plan_is_what_the_model_allocates():
@@ -181,8 +250,17 @@ def test_a_terminal_shows_a_bar_below_the_lines(workplace, train, monkeypatch):
     assert all(words in wrote.decode() for words in ("validating   0%|", "training  17%|", "saving 100%|", "█"))
 
 
-def test_durations_and_utilization():
-    """Peaks of dense matmuls, by the names that CUDA gives, of whole GPUs."""
+def test_durations_and_utilization(capsys):
+    """Peaks of dense matmuls, by the names that CUDA gives, of whole GPUs; tokens of whole updates."""
+    settings = Settings(B=2, T=8, total_batch_size=32)
+    for console, words in ((llmc.progress.Console, "0.50 s | 64 tok/s | 50.0% MFU"),
+                           (llmc.llmc_lines.LlmcCudaLines, "500.000000 ms, 64 tok/s")):
+        console = console(Mock(settings=settings, begin=0))
+        console.peak = 128.0
+        assert words in console.training_line(0, llmc.loop.Update(1.0, None, 0.5, None), 0.1, 9.0)
+        console.began, console.seconds = 0.0, 2.0
+        console.print_end(4)
+    assert ", 64 tok/s while training" in capsys.readouterr().out
     seconds = (0, 99.4, 100, 60 * 99, 60 * 130, 3600 * 47.5, 3600 * 76.2)
     assert list(map(llmc.progress.duration, seconds)) == [
         "0 s", "99 s", "2 min", "99 min", "2 h 10 min", "47 h 30 min", "3 d 4 h"]
@@ -279,6 +357,85 @@ def test_resumed_run_is_bit_equal(workplace, run_here, page, more):
         text = run_here(generate, "whole", "--prompt", "ab", "--tokens", 20, "--ignore_eot", "--device", "cpu").stdout
         assert text.startswith("ab") and len(text) > 10
         run_here(train_gpt2, "-e", "whole", fails=(f"checkpoint of {page.__module__}.py", "run the other page"))
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    """two_cores(busy): a machine of two cores, of which other programs use `busy`."""
+    def change(busy):
+        times = itertools.count(-1e9, 9.0)
+        monkeypatch.setattr(llmc.threads.Others, "measure", lambda _: (t := next(times), t * busy))
+
+    monkeypatch.setattr(llmc.threads, "THREADS", 2)
+    monkeypatch.setattr(llmc.threads, "count_threads", lambda: 2)
+    monkeypatch.setattr(llmc.threads.time, "sleep", lambda _: None)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    yield change
+    monkeypatch.undo()
+    llmc.threads.set_openblas_threads(llmc.threads.THREADS)
+
+
+def test_threads_beside_busy_programs(workplace, run_here, monkeypatch, two_cores):
+    """As many as there are free cores, as OMP_NUM_THREADS would have it; a run keeps its number."""
+    def train(steps, directory, *more):
+        flags = ("-e", "d2", "-v", 0, "-s", 0, "-k", "constant", "-u", 0, "--lines", "short")
+        return run_here(train_gpt2, *FAST, *flags, "-x", steps, "-o", directory, *more)
+
+    for busy, count in ((0.4, 2), (1.3, 1), (2.0, 1)):
+        two_cores(busy)
+        done = train(3, f"busy{busy}")
+        assert f"\ndevice    CPU, {count} thread" in done.stdout
+        assert done.stderr.count(f"use {busy} of 2 cores: this run has 1 of 2") == (count == 1)
+        monkeypatch.setattr(llmc.threads, "THREADS", 2)
+    two_cores(0.0)
+    kept = train(5, "busy1.3", "-y", 1)
+    assert "\ndevice    CPU, 1 thread, " in kept.stdout and not kept.stderr
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    train(5, "whole")
+    models = [Path(directory, "model_00000005.bin") for directory in ("busy1.3", "whole")]
+    assert models[0].read_bytes() == models[1].read_bytes()
+    other = train(6, "busy0.4", "-y", 1)
+    assert "had 2 threads, now it has 1: sums may be rounded" in other.stderr
+    assert "(OMP_NUM_THREADS=2 continues bit for bit)" in other.stderr
+
+
+@pytest.mark.parametrize("given, busy, notes", ((False, 1.0, 1), (False, 0.2, 0), (True, 1.0, 0)))
+def test_programs_that_slow_a_run_down_are_told_once(
+        workplace, run_here, monkeypatch, two_cores, given, busy, notes):
+    two_cores(0.0)
+    monkeypatch.setattr(train_gpt2, "fit_threads", lambda _: two_cores(busy) or 2)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    done = run_here(train_gpt2, *FAST, "-x", 4, "-v", 0, "-s", 0)
+    assert done.stderr.count(f"note: other programs use {busy} of 2 cores, which makes 2 threads"
+                             " slow: OMP_NUM_THREADS=1 may be faster") == notes
+
+
+def test_the_cores_that_others_use():
+    """The system's figure, less what this process does itself, cannot be more than all cores."""
+    others = llmc.threads.Others()
+    while others.measure()[0] - others.last[0] < 0.1:
+        pass
+    assert -0.5 < others.cores() < os.cpu_count() + 0.5
+
+
+@pytest.mark.parametrize("page", (GPT2, Llama3, Speedrun))
+@pytest.mark.parametrize("names", LAUNCHERS)
+def test_a_launcher_s_processes_would_all_be_the_same_run(
+        workplace, run_here, monkeypatch, page, names):
+    """The first says so, in one line; the others end. One process is harmless."""
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setattr(llmc.single_process.time, "sleep", lambda _: None)
+    flags = ("-e", next(iter(page.SIZES)), *FAST, "-x", 1, "-v", 0, "-s", 0)
+    for rank, size in ((0, 2), (1, 2), (0, 1)):
+        for name, value in zip(names, (rank, size, rank)):
+            monkeypatch.setenv(name, str(value))
+        done = run_here(trainer_of(page), *flags, check=False)
+        assert done.returncode == int(size == 2) and bool(done.stdout) == (size == 1)
+        assert done.stderr.count("\n") == int((rank, size) == (0, 2))
+        if done.stderr:
+            one = f"{names[1]}=2: {page.__module__}.py is one process"
+            assert_one_line_error(done, one, f"{page.__module__}_cuda.py takes torchrun")
 
 
 def test_a_run_s_newest_model_and_vocabulary_are_for_others(workplace, train, run_here):
@@ -381,7 +538,111 @@ def test_a_damaged_batch_changes_no_weight(workplace, train, run_here, flag, wha
     for name in checkpoint_paths("", 142):
         assert Path("parts", name).read_bytes() == Path("whole", name).read_bytes()
     Path("whole/DONE_00000142").write_text("{")
-    run_here(train_gpt2, *FAST, "-x", 143, "-o", "whole", "-y", 1, fails=["DONE_00000142: is not JSON; remove "])
+    run_here(train_gpt2, *FAST, "-x", 143, "-o", "whole", "-y", 1, fails=["DONE_00000142: cannot be read; remove "])
+
+
+@pytest.mark.parametrize("flags, updates, warmup, rate", (
+    ("-x 1000", 900, 100, 0.0036), ("-x 200", 900, 100, 0.0036), ("-x 100", 900, 50, 0.0018),
+    ("-x 60", 900, 30, 0.00108), ("-x 10", 900, 5, 0.0009), ("", 6, 30, 0.00108),
+    ("-x 0", 60, 30, 0.00108), ("-x 60 -l 0.01 -u 3", 900, 3, 0.01),
+    ("-x 60 -e m.bin", 900, 0, 1e-4)))
+def test_a_short_run_warms_up_slowly(flags, updates, warmup, rate):
+    """-x 1000 is as ever; what is given stays; a model file has no warm-up."""
+    settings = parse_settings(Settings, "", ["-e", "d2", *flags.split()])
+    settings.fit_to_text(updates)
+    assert settings.warmup_steps == warmup
+    assert settings.learning_rate == pytest.approx(rate)
+    muon = parse_settings(Speedrun.Settings, "", ["-e", "s2", "-x", "60"])
+    muon.fit_to_text(updates)
+    assert (muon.warmup_steps, muon.learning_rate) == (0, 0.025)
+
+
+def test_the_loss_of_a_short_run_falls(workplace):
+    """With a rate that rose to 0.0036 in six steps, it jumped up by 2.1 within 20."""
+    letters = np.frombuffer((ROOT / "README.md").read_bytes(), np.uint8)
+    for split in ("train", "val"):
+        write_tokens(f"text_{split}.bin", [letters], len(letters))
+    settings = parse_settings(Settings, "", "-e d2 -i text -x 60 --seed 2".split())
+    loader, _ = open_data(settings, 256, 0, 1)
+    settings.fit_to_text(loader.batches_per_epoch)
+    model = GPT2(*train_gpt2.random_model("d2", 256, 2, settings.T))
+    model.allocate_activations(settings.B, settings.T)
+    model.allocate_training(settings.B, settings.T)
+    losses = [train_gpt2.train_step(model, loader, settings, step).loss for step in range(20)]
+    assert max(np.diff(losses)) < 0.3 and losses[-1] < 4.4
+
+
+def notes_of(capsys, settings_class, line):
+    """(settings, notes) of a command line."""
+    settings = parse_settings(settings_class, "", line.split())
+    return settings, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line, notes", (
+    ("-pn 16 -pr 0 -pg 8 -ps 10.0.0.1 -pi tcp -lg 10", (
+        "note: -pn 16, -pg 8, -ps 10.0.0.1, -pi tcp: torchrun", "note: -lg 10: nvidia-smi")),
+    ("-pf /shared -pi fs", ("note: -pf /shared, -pi fs: torchrun",)),
+    ("--write_tensors 0", ("note: --write_tensors 0: export_weights.py",)),
+    ("--device cpu", ("note: --device cpu: train_gpt2.py is for CPUs",)),
+    ("-n 5", ("note: -n 5: no checkpoints, as there is no -o",)),
+    ("-n 5 -o run.log", ("note: -n 5: no checkpoints, as -o run.log is a log file",)),
+    ("-n 5 -o run", ()), ("-pr 0 --inference_only 0", ())))
+def test_llm_c_s_flags_that_do_nothing_here(capsys, line, notes):
+    _, printed = notes_of(capsys, Settings, line)
+    for note in notes:
+        assert note in printed
+    own = [line for line in printed.splitlines() if "with llm.c's" not in line]
+    assert len(own) == len(notes)
+
+
+@pytest.mark.parametrize("line, words", (
+    ("--inference_only 1 --write_tensors 0", "export_weights.py --write_tensors 0 --inference_"),
+    ("-pm mpi", "-pm"), ("-e gpt3:c999", "expected one of d2, d4"), ("-y 1", "-y needs a dir")))
+def test_llm_c_s_flags_that_are_refused(workplace, run_here, line, words):
+    done = run_here(train_gpt2, *line.split(), check=False)
+    assert done.returncode in (1, 2) and words in done.stderr and "Traceback" not in done.stderr
+
+
+THEIR_LINE = "-v 250 -s 20000 -g 144 -b 64 -t 1024 -d 524288 -c 0.1 -l 0.0006 -q 0.0 -u 700 -e d12 "
+
+
+@pytest.mark.parametrize("settings_class", (Settings, train_gpt2_cuda.CudaSettings))
+@pytest.mark.parametrize("more", ("-h 1", "-r 0", "-z 1", "-lg 1", "-pn 1", "-x -1", "-e gpt2:d12"))
+def test_a_flag_that_only_llm_c_has_brings_its_defaults(capsys, settings_class, more):
+    """Those of its train_gpt2.cu; without one, or on a page whose model it lacks, ours stay."""
+    settings, notes = notes_of(capsys, settings_class, THEIR_LINE + more)
+    assert (settings.steps, settings.val_batches) == (0, 20)
+    assert (settings.shuffle, settings.spread, settings.decay) == (1, 0, "matrices")
+    assert (settings.warmup_steps, settings.schedule, settings.beta2) == (700, "cosine", 0.95)
+    assert notes.count(f"note: with llm.c's {more.split()[0]}, what is not given is as in") == 1
+    settings.fit_to_text(3)
+    assert settings.steps == 0 and settings.is_llmc
+    for other in (settings_class, Speedrun.Settings):
+        model = "s2" if other is Speedrun.Settings else "d12"
+        ours, _ = notes_of(capsys, other, f"-e {model}" + " -h 1" * (other is Speedrun.Settings))
+        assert ours.steps == 1000 and ours.spread == 1 and not ours.is_llmc
+
+
+def test_llm_c_s_epoch_has_the_ends_of_all_shards(workplace, run_here):
+    """As its number of updates: run_gpt2_124M.sh waits for the file DONE of that step."""
+    for shard in range(3):
+        write_tokens(f"s_{shard}.bin", [np.arange(127, dtype=np.int32) % 257], 127)
+    flags = (*"-i s_*.bin -j s_0.bin -e d2 -b 2 -t 16 -d 64 -v 0 -s 0 -o".split(), "run")
+    run_here(train_gpt2, *flags, "-z", 1)
+    assert complete_checkpoints("run") == [3 * 127 // 64]
+    run_here(train_gpt2, *flags[:-1], "ours", "-x", 0)
+    assert complete_checkpoints("ours") == [3 * (126 // 32) // 2]
+
+
+@pytest.mark.parametrize("name, L, NH, C", (
+    ("c384", 6, 6, 384), ("c768", 12, 12, 768), ("c1024", 24, 16, 1024), ("c1536", 24, 16, 1536),
+    ("c2048", 24, 16, 2048), ("c2560", 32, 32, 2560), ("c4096", 32, 32, 4096)))
+def test_gpt3_s_models(capsys, name, L, NH, C):
+    """As in llm.c's gpt3_set_hyperparameters."""
+    settings, _ = notes_of(capsys, Settings, f"-e gpt3:{name}")
+    assert train_gpt2.SIZES[settings.model] == (L, NH, C) and settings.learning_rate == 3e-4
+    ours, _ = notes_of(capsys, Settings, f"-e {settings.model}")
+    assert ours.learning_rate == 0.0072 / L
 
 
 def test_defaults(here):
@@ -391,7 +652,7 @@ def test_defaults(here):
     assert (s.T, s.beta1, s.beta2, s.eps, s.weight_decay) == (64, 0.9, 0.999, 1e-8, 0.0)
     names = "B", "steps", "shuffle", "spread", "learning_rate", "warmup_steps", "schedule", "grad_clip"
     llmc, defaults = (4, 41, -1, 0, 1e-4, 0, "constant", 0.0), (16, 1000, 1, 1, 0.0018, 100, "cosine", 1.0)
-    given = 16, 50, 1, 0, 1e-4, 5, "cosine", 0.0
+    given = 16, 50, 1, 0, 1e-4, 100, "cosine", 0.0
     for flags, expected in (("-e gpt2_124M.bin", llmc), ("-e d4", defaults),
                             ("-e d4 -x 50 --spread 0 -l 1e-4 --grad_clip 0", given)):
         settings = parse_settings(Settings, "", flags.split())

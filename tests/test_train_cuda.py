@@ -34,8 +34,11 @@ from llmc.gpu.messages import Messages
 from llmc.gpu.plan import RESERVE, check_memory, memory_plan
 from llmc.gpu.precision import PART
 from llmc.gpu.trainer import Trainer, open_trainer
+from llmc.llmc_lines import LlmcCudaLines
+from llmc.loop import Update
 from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint
 from llmc.sampler import Choice, Random
+from llmc.settings import Settings
 from llmc.tensors import allocate, bf16_bits, flat, views
 from test_parity import need
 from train_gpt2 import Config, GPT2
@@ -235,6 +238,48 @@ def test_lines(fake_gpu, heads, run_here, monkeypatch):
     assert re.findall("^step .*", theirs, re.MULTILINE) == [
         f"step    {step}/3: train loss 0.000000 (1.000000 ms, 48000 tok/s)" for step in (1, 2, 3)]
     assert theirs.endswith("\nval loss 0.000000\ntotal average iteration time: 1.000000 ms\n")
+
+
+HEAD = """\
++-----------------------+----------------------------------------------------+
+| Parameter             | Value                                              |
++-----------------------+----------------------------------------------------+
+| input dataset prefix  | data/tiny_shakespeare                              |
+| output log file       | a_long_name_that_is_wider_than_50_characters_is_not_cut.log |
+| batch size B          | 2                                                  |
+| sequence length T     | 24                                                 |
+| learning rate         | 0.001000                                           |
+| val_loss_every        | 20                                                 |
+| val_max_batches       | 20                                                 |
+| sample_every          | 0                                                  |
+| genT                  | 16                                                 |
++-----------------------+----------------------------------------------------+
+| device                | a fake GPU                                         |
+| TF32                  | enabled                                            |
++-----------------------+----------------------------------------------------+
+| max_sequence_length T | 64                                                 |
+| vocab_size V          | 257                                                |
+| num_layers L          | 2                                                  |
+| num_heads NH          | 2                                                  |
+| channels C            | 32                                                 |
+| num_parameters        | 35744                                              |
++-----------------------+----------------------------------------------------+
+| train_num_batches     | 3                                                  |
+| val_num_batches       | 12                                                 |
++-----------------------+----------------------------------------------------+
+"""
+
+
+def test_the_head_of_llm_c_s_program(fake_gpu, heads, run_here):
+    """As printf writes it in commit 716a2ed; tokens a second are cut off, not rounded."""
+    log = "a_long_name_that_is_wider_than_50_characters_is_not_cut.log"
+    flags = ("-s", 0, "-x", 3, "-l", 1e-3, "--dtype", "float32", "-o", log)
+    printed = run_here(cuda, *FAST, *flags).stdout
+    assert printed[printed.index("+") :].startswith(HEAD)
+    assert re.findall(r"^allocated 0 MiB for (.*)", printed, re.MULTILINE)[0] == "model parameters"
+    lines = LlmcCudaLines(SimpleNamespace(begin=0, settings=Settings(B=2, T=24, steps=3)))
+    line = lines.training_line(0, Update(4.0, None, 0.00109999, None), 0.0, 0.0)  # 43636.76
+    assert line == "step    1/3: train loss 4.000000 (1.099990 ms, 43636 tok/s)"
 
 
 @pytest.mark.parametrize("fp8, config, words", ((0, Config(64, 257, 1, 3, 24, 384), "C=24 with NH=3.*train_gpt2.py"),

@@ -24,10 +24,11 @@ from fake_gpus import cuda, end_ranks, fork_ranks, wait_for
 from llmc.checkpoint import Progress, owned_by_one, rank_path, read_optimizer_state, write_optimizer_state
 from llmc.files import OPTIMIZER_MAGIC, make_header
 from llmc.errors import UserError
-from llmc.gpu.launcher import LAUNCHERS, translate_launcher
+from llmc.gpu.launcher import translate_launcher
 from llmc.gpu.trainer import NOT_READY, Trainer
 from llmc.resume import newest_checkpoint
 from llmc.shuffle import Position
+from llmc.single_process import LAUNCHERS
 from llmc.tensors import Row, allocate, flat
 from llmc.gpu.several.ranks import LOST, Ranks
 from llmc.gpu.several.nccl import Nccl

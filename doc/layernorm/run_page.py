@@ -22,7 +22,7 @@ sys.path[:0] = [ROOT, os.path.join(ROOT, "dev")]
 
 from llmc.gpu.device import open_gpu
 from llmc.errors import UserError, run_main
-from readme import put_between_markers
+from llmc.files import replacing
 
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "layernorm.md")
 
@@ -32,6 +32,18 @@ class Block(NamedTuple):
     line: int  # of its first line, from 1
     content: str
     output: str | None  # what a Python block prints, if the page says so
+
+
+def put_between_markers(name, text, path):
+    """Replace the text between `<!-- NAME begin -->` and `<!-- NAME end -->`."""
+    begin, end = f"<!-- {name} begin -->", f"<!-- {name} end -->"
+    with open(path, encoding="utf-8") as f:
+        before, _, rest = f.read().partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise UserError(f"{path}: the markers {begin} and {end} are not in it")
+    with replacing(path) as f:
+        f.write(f"{before}{begin}\n{text}\n{end}{after}".encode())
 
 
 def read_blocks(page, path=PAGE):

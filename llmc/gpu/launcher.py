@@ -1,4 +1,4 @@
-"""Which launcher has started this process, if any, and on how many GPUs the program runs."""
+"""The launcher that has started this process, if any, and on how many GPUs the program runs."""
 
 import os
 import re
@@ -6,28 +6,17 @@ import re
 from llmc.errors import UserError
 from llmc.gpu.device import gpu_errors_as_lines
 from llmc.settings import parse_settings
-from llmc.single_process import SINGLE_PROCESS, TORCHRUN
-
-LAUNCHERS = (  # variables of rank, size, local rank
-    TORCHRUN,
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH, Intel MPI
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-)
+from llmc.single_process import SINGLE_PROCESS, TORCHRUN, is_srun, launcher_of
 
 
 def translate_launcher(environ):
     """Set torchrun's variables if mpirun or srun started this process; return whether a launcher
     started several."""
-    # other steps are those of a batch script and of an interactive shell
-    is_srun = 0 <= int(environ.get("SLURM_STEP_ID", -1)) < 0xFFFFFFF0
-    names = next((names for names in LAUNCHERS if all(name in environ for name in names)
-                  and (is_srun or names[0] != "SLURM_PROCID")), None)
-    if names is None or environ[names[1]] == "1":
+    names = launcher_of(environ)
+    if names is None:
         return False
     environ.update({ours: environ[theirs] for ours, theirs in zip(TORCHRUN, names)})
-    nodes = environ.get("SLURM_STEP_NODELIST", "127.0.0.1") if is_srun else "127.0.0.1"
+    nodes = environ.get("SLURM_STEP_NODELIST", "127.0.0.1") if is_srun(environ) else "127.0.0.1"
     # node01 of node[01-04,7],other
     environ.setdefault("MASTER_ADDR", re.sub(r"\[([^],-]*)[^]]*\]|,.*", r"\1", nodes))
     # jobs share machines
