@@ -61,7 +61,9 @@ class Config:
     Vp: int  # V padded with zero rows (V itself in a file without padding)
 
     # files have Vp rows; debug states: magic, versions
-    HEADER_BYTES, PADDED, STATES = 1024, True, (STATE_MAGIC, 1, 2)
+    HEADER_BYTES = 1024
+    PADDED = True
+    STATES = (STATE_MAGIC, 1, 2)
 
     # Llama 3's names: head size; next: key and value heads,
     HS = property(lambda self: self.C // self.NH)
@@ -565,11 +567,12 @@ class AdamW:
     def update(self, params, grads, settings, learning_rate, step, grad_scale=1.0):
         """One step; `step` counts from 1."""
         for name, row in params.table.items():
-            decay = settings.weight_decay if settings.decay == "all" or row.decays else 0.0
+            decays = settings.decay == "all" or row.decays
+            decay = row.decay * settings.weight_decay if decays else 0.0
             tensors = [getattr(source, name).reshape(-1)
                        for source in (params, self.m, self.v, grads)]
-            adamw_update(*tensors, learning_rate, settings.beta1, settings.beta2, settings.eps,
-                         decay, grad_scale, step, row.size)
+            adamw_update(*tensors, learning_rate * row.rate, settings.beta1, settings.beta2,
+                         settings.eps, decay, grad_scale, step, row.size)
 
 
 # --------------------------------------------------------------------------------------------------

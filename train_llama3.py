@@ -278,8 +278,7 @@ def rope_forward(qkv, cos, sin, B, T, heads, HS):
     def batch(start, stop):
         a = pairs[start:stop, ..., 0]
         b = pairs[start:stop, ..., 1]
-        a[...] = a * cos - b * sin
-        b[...] = a * sin + b * cos
+        a[...], b[...] = a * cos - b * sin, a * sin + b * cos
 
     parallel_blocks(batch, B, 1)
 

@@ -216,7 +216,10 @@ class Llama3(GPT2):
     def trunk(self, acts, inputs):
         """Token ids (B, T) on the GPU -> acts.lnf (B, T, C), as GPT-2's."""
         device, params, linear = self.device, self.params, self.linear
-        config, C, F, eps = self.config, self.config.C, self.config.F, self.config.eps
+        config = self.config
+        C = self.config.C
+        F = self.config.F
+        eps = self.config.eps
         B, T = acts.B, acts.T
         branch = acts.branch
         rotated = config.Q + config.K  # channels: queries and keys
@@ -225,7 +228,8 @@ class Llama3(GPT2):
         encoder_forward(device, acts.encoded, inputs, params.wte, None, B, T, C)
 
         for l in range(config.L):
-            p, a = self.param_layers[l], acts.layers[l]
+            p = self.param_layers[l]
+            a = acts.layers[l]
 
             if l == 0:
                 residual = acts.encoded
@@ -254,7 +258,10 @@ class Llama3(GPT2):
         """self.grads = the gradients of the last batch's loss, as GPT-2's."""
         device, params, grads = self.device, self.params, self.grads
         linear, weight_gradient = self.linear, self.weight_gradient
-        config, C, F, eps = self.config, self.config.C, self.config.F, self.config.eps
+        config = self.config
+        C = self.config.C
+        F = self.config.F
+        eps = self.config.eps
         B, T = acts.B, acts.T
         dresidual, dbranch = acts.dresidual, acts.dbranch
         recomputed = RECOMPUTED[self.settings.recompute]
@@ -272,7 +279,9 @@ class Llama3(GPT2):
         dfch_read = dqkv_read = None
 
         for l in reversed(range(config.L)):
-            p, a, g = self.param_layers[l], acts.backward_layers[l], self.grad_layers[l]
+            p = self.param_layers[l]
+            a = acts.backward_layers[l]
+            g = self.grad_layers[l]
             residual = acts.encoded if l == 0 else acts.layers[l - 1].residual3
 
             device.wait(dfch_read)

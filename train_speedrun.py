@@ -67,8 +67,8 @@ class Config(train_gpt2.Config):
 
 
 def parameter_table(config, dtype="float32"):
-    """name -> Row for the 15 parameter tensors. Linear weights are (out, in); Muon updates the
-    layers'."""
+    """name -> Row for the 15 parameter tensors. Linear weights are (out, in). rate and decay of
+    AdamW are factors of Muon's, which updates the layers' matrices."""
     L, C, Vp = config.L, config.C, config.Vp
     vector = dict(rate=0.6, decay=0.02)  # gains and biases
     return {
@@ -78,8 +78,7 @@ def parameter_table(config, dtype="float32"):
         "lm_headb": Row((Vp,), dtype, vocabulary=True, **vector),
         "ln0w": Row((C,), dtype, ones=True, **vector),  # after the embedding
         "ln1w": Row((L, C), dtype, stacked=True, ones=True, **vector),
-        # Q, K and V apart
-        "qkvw": Row((L, 3 * C, C), dtype, stacked=True, decays=True, matrices=3),
+        "qkvw": Row((L, 3 * C, C), dtype, stacked=True, decays=True, matrices=3),  # Q, K, V
         "qkvb": Row((L, 3 * C), dtype, stacked=True, **vector),
         "attprojw": Row((L, C, C), dtype, stacked=True, decays=True, matrices=1),
         "attprojb": Row((L, C), dtype, stacked=True, **vector),
@@ -300,8 +299,8 @@ class Muon:
                     muon_update(*matrix, learning_rate, self.MOMENTUM, settings.weight_decay,
                                 grad_scale, newton_schulz)
             else:
-                decay = (row.decay * settings.weight_decay if settings.decay == "all" or row.decays
-                         else 0.0)
+                decays = settings.decay == "all" or row.decays
+                decay = row.decay * settings.weight_decay if decays else 0.0
                 adamw_update(*(x.reshape(-1) for x in (param, m, v, grad)),
                              learning_rate * row.rate,
                              settings.beta1, settings.beta2, settings.eps, decay, grad_scale, step,

@@ -187,7 +187,8 @@ class Muon(AdamW):
 
     @staticmethod
     def stacks(table):
-        begin, found = 0, []
+        begin = 0
+        found = []
         for row in table.values():
             if row.matrices:
                 L, OC, C = row.shape
@@ -334,9 +335,12 @@ class Speedrun(GPT2):
         rmsnorm_forward(device, acts.ln0, acts.ln0_rstd, acts.embedded, params.ln0w, EPS, B, T, C)
 
         # a norm reads the sum of two tensors, which it makes the new stream; first, that is ln0
-        residual, below, addend = acts.encoded, None, acts.ln0
+        residual = acts.encoded
+        below = None
+        addend = acts.ln0
         for l in range(self.config.L):
-            p, a = self.param_layers[l], acts.layers[l]
+            p = self.param_layers[l]
+            a = acts.layers[l]
             residual_rmsnorm_forward(device, residual, a.ln1, a.ln1_rstd, below, addend, p.ln1w,
                                      EPS, B, T, C)
 
@@ -351,7 +355,9 @@ class Speedrun(GPT2):
             matmul_relu2_forward(device, linear("fc", l), a.fch_relu2, a.fch_relu2, a.ln2, B * T,
                                 4 * C)
             linear("fcproj", l).forward(branch, a.fch_relu2)
-            residual, below, addend = a.residual3, a.residual2, branch
+            residual = a.residual3
+            below = a.residual2
+            addend = branch
 
         residual_rmsnorm_forward(device, residual, acts.lnf, acts.lnf_rstd, below, addend,
                                  params.lnfw, EPS, B, T, C)
@@ -388,7 +394,9 @@ class Speedrun(GPT2):
 
         dfch_read = dqkv_read = None  # events, as on GPT-2's page
         for l in reversed(range(self.config.L)):
-            p, a, g = self.param_layers[l], acts.backward_layers[l], self.grad_layers[l]
+            p = self.param_layers[l]
+            a = acts.backward_layers[l]
+            g = self.grad_layers[l]
             residual = acts.encoded if l == 0 else acts.layers[l - 1].residual3
             fcprojb_below = self.grad_layers[l - 1].fcprojb if l > 0 else None
 

@@ -35,6 +35,7 @@ def bench_attention(args):
     recomputes some. mma_sync is for every GPU, wgmma for Hopper. Ours reads the packed (B,T,3C) and
     writes the packed gradient; PyTorch gets views of it."""
     sys.path.append(os.path.join(ROOT, "dev", "kernels"))
+    import checks
     import lab
     import torch
     from attention_layers import AttentionBackward, AttentionForward
@@ -50,7 +51,7 @@ def bench_attention(args):
     print(f"{'':<16} {'B':>3} {'T':>5} {'forward ms':>11} {'TFLOP/s':>8} {'backward ms':>12}"
           f" {'TFLOP/s':>8}")
     with bench.streams():
-        if any([lab.check_layer(direction(bench.config, bench.precision, bench.gpu, 3, 97), bench,
+        if any([checks.check_layer(direction(bench.config, bench.precision, bench.gpu, 3, 97), bench,
                                 names)
                 for direction in directions]):
             return 1
@@ -62,7 +63,7 @@ def bench_attention(args):
                 for at_size.library_name, at_size.backend, rungs in (
                         ("PyTorch flash", [SDPBackend.FLASH_ATTENTION], ("none",)),
                         ("PyTorch cuDNN", [SDPBackend.CUDNN_ATTENTION], names)):
-                    for program, ms in lab.time_layer(at_size, bench, rungs)[0].items():
+                    for program, ms in checks.time_layer(at_size, bench, rungs)[0].items():
                         best = min(ms.values())
                         times.setdefault(program, []).append((best, at_size.flops() / best / 1e9))
                     cp.get_default_memory_pool().free_all_blocks()

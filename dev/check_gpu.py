@@ -236,8 +236,8 @@ def run_on_gpu(trainer, inputs, targets):
         device.observer = None
         rows = {name: to_float32(getattr(acts, name)) for name in kept}
     rows["logits"] = recorder.logits[..., : config.V]
-    rows["dlogits"] = (recorder.dlogits[..., : config.V]
-                       * np.float32(1 / N / model.linears.dlogits_scale(1 / N)))
+    unscaled = np.float32(1 / N / model.linears.dlogits_scale(1 / N))
+    rows["dlogits"] = recorder.dlogits[..., : config.V] * unscaled
     grads = trainer.to_host(trainer.grads)
     return {**rows, **{f"d{name}": getattr(grads, name) for name in grads.table}}, recorder
 

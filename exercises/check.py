@@ -252,6 +252,7 @@ def judge_kernels(number, directory):
     """Compile an exercise's kernels and, on a GPU, check and time those that are written; returns
     (whether they are wrong, what to say, a line)."""
     sys.path.append(os.path.join(ROOT, "dev", "kernels"))
+    import checks
     import lab
     path = path_of(number, directory)
     of, rungs = KERNELS[number]
@@ -268,13 +269,13 @@ def judge_kernels(number, directory):
         return True, f"{name}, {lines}"
     try:
         compile_kernels(path.removesuffix(".cu"), "sm_80", constants)
-        wrong, said = run_kernels(lab, of, [rung for rung in rungs if rung not in unwritten], path)
+        wrong, said = run_kernels(lab, checks, of, [rung for rung in rungs if rung not in unwritten], path)
     except UserError as error:
         return True, f"{name}: {error}".replace(f"{name}: {path}", name)
     return wrong or bool(lines), f"{name}: {said}{'; ' * bool(lines)}{lines}"
 
 
-def run_kernels(lab, of, rungs, path):
+def run_kernels(lab, checks, of, rungs, path):
     """On a GPU, check and time a file's kernels; returns (whether one is wrong, what to say).
     Raises UserError if one is missing, or the GPU refuses it."""
     import attention_layers  # noqa: F401  (these classes are the layers)
@@ -295,14 +296,14 @@ def run_kernels(lab, of, rungs, path):
     config = train_gpt2.Config(*GPT2_124M)
     open_lab = functools.cache(functools.partial(lab.Lab, gpu, mine=path))
     with contextlib.redirect_stdout(output):
-        right = lab.check_at_all_sizes(layer, open_lab, config, precision.dtype, mine)
+        right = checks.check_at_all_sizes(layer, open_lab, config, precision.dtype, mine)
     if not right:
         return True, f"{watch.tensor}, in {output.getvalue().partition(':')[0]}"
     bench = open_lab(config, precision)
     at_size = layer(config, precision, gpu, 32, 1024)
     live = [rung.name for rung, _ in at_size.runs() if not rung.name.startswith("my_")][-1]
     with bench.streams():
-        times, _ = lab.time_layer(at_size, bench, [*mine, live])
+        times, _ = checks.time_layer(at_size, bench, [*mine, live])
     ms = {rung: min(of_blocks.values()) for rung, of_blocks in times.items()}
     share = ms[live] / min(ms[rung] for rung in mine)
     times = ", ".join(f"{rung} {time:.3f} ms" for rung, time in ms.items())

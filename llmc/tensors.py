@@ -29,7 +29,7 @@ class Row(NamedTuple):
     matrices: int = 0  # that Muon sees in one layer of it; 0: AdamW updates it
 
     size = property(lambda self: math.prod(self.shape))
-    # of each layer: its gradient is sent apart
+    # whether each layer has a matrix in it, whose gradient several GPUs send apart
     is_matrix = property(lambda self: self.stacked and self.decays)
     # the NumPy dtype. NumPy has no bfloat16: such a tensor is an array of its bits, uint16
     stored_as = property(lambda self: np.dtype("uint16" if self.dtype == "bfloat16"

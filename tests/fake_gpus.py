@@ -1,5 +1,6 @@
-"""Ranks as processes, and train_gpt2_cuda.py on fake GPUs: update.cu's kernels in NumPy; in place of the model,
-gradients and losses that are a function of the batch; messages over torch.distributed."""
+"""Ranks as processes, and train_gpt2_cuda.py on fake GPUs: update.cu's kernels in NumPy; in place
+of the model, gradients and losses that are a function of the batch; messages over
+torch.distributed."""
 
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ import llmc.gpu.trainer
 import llmc.gpu.several.nccl
 import train_gpt2
 import train_gpt2_cuda as cuda
-from conftest import FakeGPU, install
+from fake_gpu import FakeGPU, install
 from llmc.errors import run_main
 from llmc.gpu.device import to_float32
 from llmc.single_process import LAUNCHERS
@@ -36,7 +37,8 @@ def stored(values, like):
 
 
 def copy_batch(batch, pinned, control, words, begin, end):
-    half = here.trainer.staged[int(control.view(STEP_CONTROL)["steps_begun"][0]) % 2].buffer.view(np.int32)
+    half = here.trainer.staged[int(control.view(STEP_CONTROL)["steps_begun"][0])
+                               % 2].buffer.view(np.int32)
     batch.view(np.int32)[begin:end] = half[begin:end]
 
 
@@ -48,10 +50,13 @@ def classifier(losses, logits, targets, dloss, write_gradient, N):
 
 def layernorm_backward(*arguments):
     """The backward pass: the first of its kernels."""
-    targets, here.trainer.fake_targets = here.trainer.fake_targets, None
+    targets = here.trainer.fake_targets
+    here.trainer.fake_targets = None
     if targets is not None:
-        grads, rng = flat(here.trainer.grads), np.random.default_rng(int(targets.sum()) + 1)
-        grads[...] = stored(rng.standard_normal(grads.size, np.float32) * np.float32(rng.uniform(0.01, 1.0)), grads)
+        grads = flat(here.trainer.grads)
+        rng = np.random.default_rng(int(targets.sum()) + 1)
+        grads[...] = stored(rng.standard_normal(grads.size, np.float32)
+                            * np.float32(rng.uniform(0.01, 1.0)), grads)
         here.trainer.grads.wte[here.trainer.config.V :] = 0  # of padding
 
 
@@ -62,7 +67,8 @@ def loss_mean(loss, losses, scale, N):
 def summed(sums, gradients, chunks, rank_count):
     """(chunk, its place in a share, its gradients of all ranks added up), of each."""
     for chunk in chunks.view(CHUNKS):
-        n, at = chunk["count"], slice(chunk["local"], chunk["local"] + chunk["count"])
+        n = chunk["count"]
+        at = slice(chunk["local"], chunk["local"] + chunk["count"])
         total = np.zeros(n, np.float32) if sums is None else np.array(sums[at])
         for r in range(rank_count):
             begin = chunk["received"] + r * int(chunk["stride"])
@@ -80,13 +86,15 @@ def global_norm(partials, sums, gradients, chunks, rank_count):
         partials[chunk["index"]] = np.dot(total, total)
 
 
-def prepare_update(control, reports, losses, partials, learning_rate, beta1, beta2, eps, grad_clip, micro_steps, chunks,
-                   recent, skip_loss, skip_norm):
+def prepare_update(control, reports, losses, partials, learning_rate, beta1, beta2, eps, grad_clip,
+                   micro_steps, chunks, recent, skip_loss, skip_norm):
     c = control.view(STEP_CONTROL)[0]
     assert partials.size == chunks and not skip_loss and not skip_norm
-    norm, loss = np.sqrt(partials.sum(dtype=np.float32)), sum(losses[:micro_steps].ravel(), np.float32(0))
+    norm = np.sqrt(partials.sum(dtype=np.float32))
+    loss = sum(losses[:micro_steps].ravel(), np.float32(0))
     c["step"] += 1
-    c["eps"], c["learning_rate"] = eps, learning_rate[0]
+    c["eps"] = eps
+    c["learning_rate"] = learning_rate[0]
     c["grad_scale"] = grad_clip / norm if grad_clip and norm > grad_clip else 1.0
     here.trainer.reports[int(c["steps_begun"]) % 2] = loss, norm, 0, 0
     c["steps_begun"] += 1
@@ -98,7 +106,8 @@ def adamw_update(params, master, m, v, sums, gradients, chunks, rank_count, cont
     for chunk, at, total in summed(sums, gradients, chunks, rank_count):
         there = slice(chunk["flat"], chunk["flat"] + chunk["count"])
         p = to_float32(params[there]) if master is None else master[at]
-        train_gpt2.adamw_update(p, m[at], v[at], total, c["learning_rate"], 1 - one_minus_beta1, beta2, c["eps"],
+        train_gpt2.adamw_update(p, m[at], v[at], total, c["learning_rate"], 1 - one_minus_beta1,
+                                beta2, c["eps"],
                                 chunk["decay"], c["grad_scale"], int(c["step"]), total.size)
         params[there] = stored(p, params)
 
@@ -111,7 +120,9 @@ class FakeNccl:
     """Nccl, over torch.distributed: what is sent goes to all."""
 
     def __init__(self, ranks, tokens):
-        self.rank, self.size, self.gather = ranks.rank, ranks.size, ranks.gather
+        self.rank = ranks.rank
+        self.size = ranks.size
+        self.gather = ranks.gather
 
     connect = check = close = lambda *_: None
 
@@ -120,7 +131,8 @@ class FakeNccl:
         return self.window
 
     def all_to_all(self, target, source, stream):
-        """As copy engines do it: to the same place of all ranks' windows, which was allocated last."""
+        """As copy engines do it: to the same place of all ranks' windows, which was allocated
+        last."""
         places = self.gather(target.ctypes.data - self.window.ctypes.data)
         assert len(set(places)) == 1, f"different places on different ranks: {places}"
         parts = [list(enumerate(np.split(array, self.size))) for array in (source, target)]
@@ -129,14 +141,18 @@ class FakeNccl:
     def all_gather(self, array, stream):
         parts = np.split(array, self.size)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        self.exchange([(rank, parts[self.rank]) for rank in others], [(rank, parts[rank]) for rank in others], stream)
+        self.exchange([(rank, parts[self.rank]) for rank in others],
+                      [(rank, parts[rank]) for rank in others], stream)
 
     def exchange(self, sends, receives, stream):
-        assert stream is here.trainer.device.comm, "NCCL needs one order of all messages: that of one stream"
+        assert (stream
+                is here.trainer.device.comm), "NCCL needs one order of all messages: that of one stream"
         stream.launched += 1
-        for rank, messages in enumerate(self.gather([(peer, np.array(array)) for peer, array in sends])):
+        for rank, messages in enumerate(self.gather([(peer, np.array(array))
+                                                     for peer, array in sends])):
             arrived = [array for peer, array in messages if peer == self.rank]
-            for array, data in zip([array for peer, array in receives if peer == rank], arrived, strict=True):
+            for array, data in zip([array for peer, array in receives if peer == rank], arrived,
+                                   strict=True):
                 array[...] = data
 
     def add_up(self, total, addend, stream, largest=False):
@@ -149,8 +165,9 @@ SERVER = multiprocessing.get_context("forkserver")
 
 
 def fork_ranks(function, size, flags=(), names=LAUNCHERS[0], **variables):
-    """Start the function in `size` processes with the variables of a launcher; what rank r prints goes to the
-    files out<r> and err<r>. A socket that is bound and does not listen keeps the port where they meet from others."""
+    """Start the function in `size` processes with the variables of a launcher; what rank r prints
+    goes to the files out<r> and err<r>. A socket that is bound and does not listen keeps the port
+    where they meet from others."""
     SERVER.set_forkserver_preload(["torch.distributed", "fake_gpus"])
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, Path(__file__).parents[:2]), before])
@@ -204,15 +221,19 @@ def main():
 
     def device(index=None):
         index = chosen[-1] if index is None else index
-        return SimpleNamespace(pci_bus_id=f"0000:{index:02d}:00.0", use=lambda: chosen.append(index))
+        return SimpleNamespace(pci_bus_id=f"0000:{index:02d}:00.0",
+                               use=lambda: chosen.append(index))
 
-    fake, chosen = FakeGPU(), [0]
-    fake.compute, fake.cp.cuda.Device = globals(), device  # the functions above have the kernels' names
+    fake = FakeGPU()
+    chosen = [0]
+    fake.compute = globals()
+    fake.cp.cuda.Device = device  # the functions above have the kernels' names
     fake.cp.cuda.runtime.getDeviceCount = lambda: 4
     fake.cp.cuda.runtime.getDevice = lambda: chosen[-1]
     install(fake, setattr)
     llmc.gpu.several.nccl.Nccl = FakeNccl
-    make, llmc.gpu.trainer.Trainer.__init__ = llmc.gpu.trainer.Trainer.__init__, init
+    make = llmc.gpu.trainer.Trainer.__init__
+    llmc.gpu.trainer.Trainer.__init__ = init
     run_main(cuda.main)
 
 

@@ -1,5 +1,6 @@
-"""Text generation on the GPU (kernels/decode/), of each architecture: kernels and texts against the CPU's Decoder and
-Choice; and, with no GPU, that all compile and every launch passes what its kernel takes."""
+"""Text generation on the GPU (kernels/decode/), of each architecture: kernels and texts against the
+CPU's Decoder and Choice; and, with no GPU, that all compile and every launch passes what its kernel
+takes."""
 
 import os
 
@@ -12,7 +13,8 @@ import train_speedrun
 from conftest import on_stream, page_of, random_params
 from llmc.api import on_gpu
 from llmc.checkpoint import write_model
-from llmc.gpu.decoder import (TEXT_CONTROL, DECODE, decode_files, decode_geometry, decode_layers, decode_logits,
+from llmc.gpu.decoder import (TEXT_CONTROL, DECODE, decode_files, decode_geometry, decode_layers,
+                              decode_logits,
                               decode_sample, open_decoder)
 from llmc.gpu.device import to_float32
 from llmc.gpu.geometry import launch_geometry
@@ -31,9 +33,11 @@ MODELS = [  # maxT, V, L, NH, C, Vp
 ]
 LLAMAS = [  # maxT, V, L, NH, NKV, C, Vp, F, HS
     LlamaConfig(300, 1003, 1, 9, 3, 576, 1024, 1536, 64),  # SmolLM2's layers
-    LlamaConfig(300, 1003, 1, 12, 4, 768, 1024, 2048, 64, tied=0),  # l12's: fcproj's last part is shorter
+    # l12's: fcproj's last part is shorter
+    LlamaConfig(300, 1003, 1, 12, 4, 768, 1024, 2048, 64, tied=0),
     LlamaConfig(70, 1003, 1, 32, 8, 2048, 1024, 8192, 64, factor=32),  # those of 1B
-    LlamaConfig(40, 257, 2, 3, 1, 128, 384, 200, 16, tied=0, eps=1e-3),  # one key and value head; F no multiple of 16
+    # one key and value head; F no multiple of 16
+    LlamaConfig(40, 257, 2, 3, 1, 128, 384, 200, 16, tied=0, eps=1e-3),
     LlamaConfig(40, 257, 2, 4, 4, 48, 384, 80, 32, theta=1e4),  # Q beyond C
     LlamaConfig(300, 1003, 1, 6, 2, 256, 1024, 704, 128),  # heads of 128
     LlamaConfig(40, 128256, 1, 2, 1, 64, 128256, 96, 32, tied=0),  # Llama 3's vocabulary
@@ -65,7 +69,7 @@ def random_model(config, seed=0):
     return params
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # with no GPU
 
 
@@ -81,36 +85,41 @@ MOST = *MODELS[:2], *LLAMAS[:2], *LLAMAS[3:5], *SPEEDRUNS
 def test_kernels_compile_with_no_gpu(arch, precision, configs):
     precision = PRECISIONS[precision]
     for config in configs:
-        geometry, shared = launch_geometry(config, precision, arch), SHARED.get(arch, SHARED["sm_90a"])
+        geometry = launch_geometry(config, precision, arch)
+        shared = SHARED.get(arch, SHARED["sm_90a"])
         for file in decode_files(architecture_of(config), config, precision, geometry, shared):
             compile_file(file, arch)
 
 
-@pytest.mark.parametrize("arch, precision", (("sm_75", "float32"), ("sm_80", "bf16"), ("sm_90a", "bf16"),
-                                             ("sm_90a", "float32")))
+@pytest.mark.parametrize("arch, precision",
+                         (("sm_75", "float32"), ("sm_80", "bf16"), ("sm_90a", "bf16"),
+                          ("sm_90a", "float32")))
 @pytest.mark.parametrize("config", (MODELS[2], LLAMAS[1], SPEEDRUNS[1]), ids=label)
 @pytest.mark.parametrize("B", (1, 5, 40))
 def test_every_launch_passes_what_its_kernel_takes(fake_gpu, config, arch, precision, B):
     precision = PRECISIONS[precision]
     gpu = fake_gpu.gpu._replace(arch=arch, shared=SHARED[arch])
-    decoder = open_decoder(architecture_of(config), gpu, config, random_model(config), B, 300, precision.dtype)
+    decoder = open_decoder(architecture_of(config), gpu, config, random_model(config), B, 300,
+                           precision.dtype)
     list(decoder.draw(np.ones((1, 150), np.int32), 5, [Random() for _ in range(B)], Choice()))
     parameters = {name: kinds for file in DECODE for name, kinds in signatures(file).items()}
     assert {launch.name for launch in fake_gpu.launches} - {"round_weights"} == set(parameters)
     launches = [launch for launch in fake_gpu.launches if launch.name != "round_weights"]
     check_launches(launches, gpu, precision, parameters)
     named = [zip(parameters[launch.name], launch.arguments) for launch in launches]
-    assert {int(argument) for pairs in named for (_, name), argument in pairs if name == "maxT"} == {300}
+    assert ({int(argument) for pairs in named for (_, name), argument in pairs if name == "maxT"}
+            == {300})
     if config in LLAMAS:
         assert decoder.rope.shape == (300, 32, 2) and decoder.rope.dtype == np.float32
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # with a GPU
 
 # of the largest value; in bfloat16, what a kernel reads is rounded, too
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-CASES = [(config, dtype) for config in (*MODELS, *LLAMAS, *SPEEDRUNS) for dtype in ("float32", "bfloat16")]
+CASES = [(config, dtype) for config in (*MODELS, *LLAMAS, *SPEEDRUNS)
+         for dtype in ("float32", "bfloat16")]
 
 
 def rounded(array, dtype):
@@ -119,7 +128,8 @@ def rounded(array, dtype):
 
 @pytest.fixture
 def decoders(gpu):
-    """(config, dtype, B) -> one on the GPU, with its stream current, and one in NumPy with the same weights."""
+    """(config, dtype, B) -> one on the GPU, with its stream current, and one in NumPy with the same
+    weights."""
     def make(config, dtype, B):
         params = random_model(config, seed=os.getpid())
         flat(params)[:] = rounded(flat(params), dtype)
@@ -139,9 +149,10 @@ def run_pass(decoder, tokens):
         decode_logits(decoder.device, decoder.acts.logits, *classifier, B, decoder.config.Vp)
 
 
-@pytest.mark.parametrize("B, T, position", ((1, 1, 0), (1, 1, 0.9), (1, 3, 0.1), (3, 1, 0.3), (5, 1, 1),
-                                            (2, 17, 0.5), (20, 2, 0.02), (1, 40, 0), (1, 40, 0.24), (23, 1, 0.97),
-                                            (70, 1, 0.7)))
+@pytest.mark.parametrize("B, T, position",
+                         ((1, 1, 0), (1, 1, 0.9), (1, 3, 0.1), (3, 1, 0.3), (5, 1, 1),
+                          (2, 17, 0.5), (20, 2, 0.02), (1, 40, 0), (1, 40, 0.24), (23, 1, 0.97),
+                          (70, 1, 0.7)))
 @pytest.mark.parametrize("config, dtype", CASES, ids=label)
 def test_a_pass_is_the_cpu_s(decoders, config, dtype, B, T, position):
     check_pass(*decoders(config, dtype, B), dtype, B, T, position)
@@ -171,7 +182,8 @@ def check_pass(ours, cpu, dtype, B, T, position):
     ours.set(position=position)
     run_pass(ours, tokens)
     logits = cpu.forward(tokens, position)
-    N, C = B * T, config.C
+    N = B * T
+    C = config.C
     acts = views(cpu.decode_table(config, B, T, position + T), cpu.buffer)
 
     def close(name, got, expected):
@@ -181,7 +193,8 @@ def check_pass(ours, cpu, dtype, B, T, position):
         assert error <= allowed, f"{name}: {error} of {allowed}"
 
     query = to_float32(ours.acts.query[:N]).reshape(N, config.NH, config.HS)
-    close("query", normalized(config, query, 0.12 * config.HS**0.5), acts.qkv[..., : config.NH * config.HS])
+    close("query", normalized(config, query, 0.12 * config.HS**0.5),
+          acts.qkv[..., : config.NH * config.HS])
     close("atty", ours.acts.atty[:N], acts.atty)
     in_numpy = next(name for name in acts.table if name.startswith("fch_"))
     close("fch_act", ours.acts.fch_act[:N], getattr(acts, in_numpy))
@@ -190,7 +203,8 @@ def check_pass(ours, cpu, dtype, B, T, position):
     branch += getattr(layer(cpu.params, config.L - 1), "fcprojb", 0.0)
     close("fcproj", branch, acts.fcproj.reshape(N, C))
     for name in ("keys", "values"):
-        mine, theirs = to_float32(getattr(ours.cache, name)), getattr(cpu.cache, name)
+        mine = to_float32(getattr(ours.cache, name))
+        theirs = getattr(cpu.cache, name)
         mine = normalized(config, mine) if name == "keys" else mine
         close(name, mine[:, :, :, : position + T], theirs[:, :, :, : position + T])
         assert np.isnan(mine[:, :, :, position + T :]).all()
@@ -210,17 +224,21 @@ def test_a_pass_in_less_shared_memory_is_the_cpu_s(decoders, monkeypatch, B, T, 
     check_pass(ours, cpu, "float32", B, T, position)
 
 
-@pytest.mark.parametrize("config, dtype", [case for case in CASES if 240 <= case[0].C < 2048], ids=label)
+@pytest.mark.parametrize("config, dtype", [case for case in CASES if 240 <= case[0].C < 2048],
+                         ids=label)
 def test_a_pass_does_not_depend_on_the_batch(decoders, config, dtype):
-    """To the bit: the last layer's tensors and the logits. A head's attention has one block or several."""
-    B, rng = 70, np.random.default_rng(os.getpid())
+    """To the bit: the last layer's tensors and the logits. A head's attention has one block or
+    several."""
+    B = 70
+    rng = np.random.default_rng(os.getpid())
     tokens = rng.integers(0, config.V, (B, 1), dtype=np.int32)
     past = rng.standard_normal((config.L, B, config.NKV, config.maxT, config.HS), dtype=np.float32)
     past = bf16_bits(past) if dtype == "bfloat16" else past
     each = {n: decoders(config, dtype, n)[0] for n in (1, 5, 16, 64, B)}
 
     def outputs(position, begin, end):
-        decoder, rows = each[end - begin], slice(begin, end)
+        decoder = each[end - begin]
+        rows = slice(begin, end)
         decoder.set(position=position)
         with decoder.device.stream:
             decoder.cache.keys.set(past[:, rows])
@@ -241,24 +259,29 @@ def test_a_pass_does_not_depend_on_the_batch(decoders, config, dtype):
 
 
 @pytest.mark.parametrize("choice", (
-    Choice(), Choice(0.0), Choice(0.3), Choice(2.0, 1), Choice(1.0, 40), Choice(1.3, 999), Choice(1.0, 5000),
+    Choice(), Choice(0.0), Choice(0.3), Choice(2.0, 1), Choice(1.0, 40), Choice(1.3, 999),
+    Choice(1.0, 5000),
     Choice(1.0, 0, 0.9), Choice(0.7, 0, 1e-6), Choice(0.7, 100, 0.5)))
 @pytest.mark.parametrize("V, spread", ((50257, 3.0), (1003, 0.01), (1003, 8.0), (300, 0.0)))
 def test_drawing(decoders, V, spread, choice):
-    """The token is the one whose part of the running sum the coin falls into, among those that the choice leaves, up to
-    rounding; the numbers of the next coin, the host's copies and the log-probabilities."""
-    B, Vp = 61, -(-V // 128) * 128
+    """The token is the one whose part of the running sum the coin falls into, among those that the
+    choice leaves, up to rounding; the numbers of the next coin, the host's copies and the
+    log-probabilities."""
+    B = 61
+    Vp = -(-V // 128) * 128
     decoder, _ = decoders(Config(8, V, 1, 1, 16, Vp), "float32", B)
     rng = np.random.default_rng((V, os.getpid()))
     logits = np.full((B, Vp), 1e9, np.float32)  # the padding counts for nothing
     logits[:, :V] = rng.standard_normal((B, V), dtype=np.float32) * np.float32(spread)
     logits[: B // 2, :V] = np.round(logits[: B // 2, :V])  # many are equal, some are -0
-    acts, randoms = decoder.acts, generate.streams(7, B)
+    acts = decoder.acts
+    randoms = generate.streams(7, B)
     acts.logits.set(logits)
     acts.randoms.set(np.array([random.state for random in randoms], np.uint64))
-    decoder.set(position=3, step=6, top_k=min(choice.top_k, V), temperature=choice.temperature, top_p=choice.top_p)
-    decode_sample(decoder.device, acts.tokens, acts.randoms, acts.control, decoder.drawn, decoder.logprobs, acts.logits,
-                  B)
+    decoder.set(position=3, step=6, top_k=min(choice.top_k, V), temperature=choice.temperature,
+                top_p=choice.top_p)
+    decode_sample(decoder.device, acts.tokens, acts.randoms, acts.control, decoder.drawn,
+                  decoder.logprobs, acts.logits, B)
     decoder.device.stream.synchronize()
     control = acts.control.get().view(TEXT_CONTROL)[0]
     assert control["position"] == 4 and control["step"] == 7 and control["arrived"] == 0
@@ -270,7 +293,8 @@ def test_drawing(decoders, V, spread, choice):
     exact = logits[:, :V].astype(np.float64)
     shifted = exact - exact.max(-1, keepdims=True)
     logprobs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    np.testing.assert_allclose(decoder.logprobs[row], logprobs[np.arange(B), ids], rtol=0, atol=2e-5)
+    np.testing.assert_allclose(decoder.logprobs[row], logprobs[np.arange(B), ids], rtol=0,
+                               atol=2e-5)
     for b, (id, coin) in enumerate(zip(ids, coins)):
         x = exact[b]
         if choice.temperature == 0.0:
@@ -284,32 +308,43 @@ def test_drawing(decoders, V, spread, choice):
         assert id in kept
         for among in (kept, surely):  # they differ where rounding decides
             sums = np.cumsum(probs[among])
-            at, slack = np.searchsorted(among, id), 1e-5 * sums[-1]
-            if at < among.size and sums[at] - probs[id] - slack <= coin * sums[-1] <= sums[at] + slack:
+            at = np.searchsorted(among, id)
+            slack = 1e-5 * sums[-1]
+            if (at < among.size
+                    and sums[at] - probs[id] - slack <= coin * sums[-1] <= sums[at] + slack):
                 break
         else:
             raise AssertionError(f"{b}: {id} with the coin {coin}")
 
 
 @pytest.mark.parametrize("config, prompt, count", (
-    (MODELS[1], 1, 30), (MODELS[1], 35, 90), (MODELS[1], 100, 5), (LLAMAS[3], 1, 30), (LLAMAS[3], 35, 90),
+    (MODELS[1], 1, 30), (MODELS[1], 35, 90), (MODELS[1], 100, 5), (LLAMAS[3], 1, 30),
+    (LLAMAS[3], 35, 90),
     (LLAMAS[4], 100, 5), (LLAMAS[0], 150, 20), (LLAMAS[6], 5, 10)), ids=label)
 def test_text_is_the_cpu_s_and_does_not_depend_on_the_batch(decoders, config, prompt, count):
-    """Also beyond the longest sequence, and for prompts of several passes. Where rounding decides, texts may part."""
-    total, same, alone, choices = 0, 0, {}, (Choice(0.0), Choice(0.7, 10, 0.9), Choice(0.7), Choice())
+    """Also beyond the longest sequence, and for prompts of several passes. Where rounding decides,
+    texts may part."""
+    total = 0
+    same = 0
+    alone = {}
+    choices = (Choice(0.0), Choice(0.7, 10, 0.9), Choice(0.7), Choice())
     prompt = np.random.default_rng(1).integers(0, config.V, (1, prompt), dtype=np.int32)
-    for choice in choices[: 4 if config.V < 2000 else 2]:  # among all of many tokens, rounding decides often
+    # among all of many tokens, rounding decides often
+    for choice in choices[: 4 if config.V < 2000 else 2]:
         for B in (1, 3, 20, 70):
             ours, cpu = decoders(config, "float32", B)
             texts = []
             for decoder in (ours, cpu, ours):
                 randoms = generate.streams(5, B)
-                texts.append(np.array([ids for ids, _ in decoder.draw(prompt, count, randoms, choice)]).T)
+                texts.append(np.array([ids
+                                       for ids, _ in decoder.draw(prompt, count, randoms,
+                                                                  choice)]).T)
             assert np.array_equal(texts[0], texts[2]), "the same again"
             fewer = alone.get(choice, texts[0])
             alone[choice] = texts[0]
             assert np.array_equal(texts[0][: len(fewer)], fewer)
-            total, same = total + B, same + (texts[0] == texts[1]).all(-1).sum()
+            total = total + B
+            same = same + (texts[0] == texts[1]).all(-1).sum()
     assert same >= 0.95 * total, f"{same} of {total} texts are the CPU's"
 
 
@@ -317,7 +352,8 @@ def test_the_program_on_a_gpu(gpu, workplace, run_here):
     """Text, JSON, a stream of prompts; --device and --dtype."""
     config = MODELS[1]
     write_model("model.bin", config, random_params(config))
-    flags = ("model.bin", "--prompt_ids", 1, 2, 3, "--tokens", 20, "--ignore_eot", "--json", "--samples", 2)
+    flags = ("model.bin", "--prompt_ids", 1, 2, 3, "--tokens", 20, "--ignore_eot", "--json",
+             "--samples", 2)
     cpu, gpu32, gpu16 = (run_here(generate, *flags, *more).stdout for more in (
         ("--device", "cpu"), ("--dtype", "float32"), ("--device", "gpu", "--dtype", "bfloat16")))
     ids = [[line.split('"text"')[0] for line in output.splitlines()] for output in (cpu, gpu32)]

@@ -19,7 +19,8 @@ import train_llama3
 import train_llama3_cuda as llama_cuda
 import train_speedrun
 import train_speedrun_cuda as speedrun_cuda
-from conftest import ROOT, Array, on_stream
+from conftest import ROOT, on_stream
+from fake_gpu import Array
 from llmc.gpu.batch import SortedTokens, sort_tokens
 from llmc.checkpoint import padded
 from llmc.gpu.compiler import IMPORTING, KernelFile, compile_kernels, prepare_kernels

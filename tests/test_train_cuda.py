@@ -1,4 +1,5 @@
-"""The GPU trainer as a user runs it: what it prints, graph and launches, resuming to the bit, memory, faults."""
+"""The GPU trainer as a user runs it: what it prints, graph and launches, resuming to the bit,
+memory, faults."""
 
 import dataclasses
 import functools
@@ -24,7 +25,8 @@ import train_llama3
 import train_llama3_cuda
 import train_speedrun
 import train_speedrun_cuda
-from conftest import (GPT2_124M, ROOT, assert_one_line_error, optimizer_of, random_params, remove_after, run_program)
+from conftest import (GPT2_124M, ROOT, assert_one_line_error, optimizer_of, random_params,
+                      remove_after, run_program)
 from llmc.checkpoint import owned_by_one, read_model, read_optimizer_state, write_model
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import cp
@@ -62,7 +64,7 @@ def train_losses(text):
     return [float(x) for x in re.findall(r"train loss (\d+\.\d+)", text)]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # with no GPU
 
 
@@ -72,12 +74,15 @@ def test_make_train_leaves_a_gpu_alone_that_cannot_be_used(tmp_path):
     pytest.importorskip("cupy")
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: of another time'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # of `make -j test`
+    # of `make -j test`
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     env |= {"PATH": f"{tmp_path}{os.pathsep}{env['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(["make", "-n", "train", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True,
-                          env=env)
-    assert done.returncode == 0 and " train_gpt2.py " in done.stdout and "train_gpt2_cuda.py" not in done.stdout
-    assert done.stderr and all(line.startswith("device.py: error: no ") for line in done.stderr.splitlines())
+    done = subprocess.run(["make", "-n", "train", f"PYTHON={sys.executable}"], cwd=ROOT,
+                          capture_output=True, text=True, env=env)
+    assert (done.returncode == 0 and " train_gpt2.py " in done.stdout
+            and "train_gpt2_cuda.py" not in done.stdout)
+    assert done.stderr and all(line.startswith("device.py: error: no ")
+                               for line in done.stderr.splitlines())
 
 
 def test_with_no_gpu_it_names_the_cpu_trainer(tmp_path, monkeypatch):
@@ -85,7 +90,8 @@ def test_with_no_gpu_it_names_the_cpu_trainer(tmp_path, monkeypatch):
     for name in ("CUPY_CACHE_DIR", "CUPY_CACHE_IN_MEMORY"):  # set here already
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "file").write_text("")
-    done = run_program("train_gpt2_cuda.py", check=False, CUDA_VISIBLE_DEVICES="", HOME=str(tmp_path / "file" / "home"))
+    done = run_program("train_gpt2_cuda.py", check=False, CUDA_VISIBLE_DEVICES="",
+                       HOME=str(tmp_path / "file" / "home"))
     assert_one_line_error(done, "GPU", "python train_gpt2.py")
     assert ("driver" in done.stderr) == any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg")))
 
@@ -94,12 +100,14 @@ def test_with_a_package_missing_it_names_it(tmp_path):
     """PyTorch is for several GPUs alone."""
     (tmp_path / "torch.py").write_text("raise ImportError")
     for error, what in (
-            ("ModuleNotFoundError(\"No module named 'cupy'\", name='cupy')", "the Python package cupy cannot be"),
+            ("ModuleNotFoundError(\"No module named 'cupy'\", name='cupy')",
+             "the Python package cupy cannot be"),
             ("ImportError('\\n====\\nFailed to import CuPy.\\nMore.')",
              "CuPy, or a package beside it, cannot (Failed to import CuPy.)")):
         (tmp_path / "cupy.py").write_text(f"raise {error}\n")
         done = run_program("train_gpt2_cuda.py", check=False, PYTHONPATH=str(tmp_path))
-        assert_one_line_error(done, what, "pip install -r requirements-gpu.txt", "python train_gpt2.py")
+        assert_one_line_error(done, what, "pip install -r requirements-gpu.txt",
+                              "python train_gpt2.py")
     done = run_program("train_gpt2_cuda.py", "--gpus", 2, check=False, PYTHONPATH=str(tmp_path))
     assert_one_line_error(done, "a run on several GPUs needs the Python package torch")
 
@@ -110,7 +118,8 @@ def test_with_a_package_missing_it_names_it(tmp_path):
 def test_without_a_compiler_or_its_headers_it_names_the_package(error, words, monkeypatch):
     module = error and Mock(Program=Mock(side_effect=RuntimeError(error)))
     monkeypatch.setitem(sys.modules, "cuda.core", module)
-    with pytest.raises(UserError, match=f"{words}.*pip install -r requirements-gpu.txt.*python train_gpt2.py"):
+    with pytest.raises(UserError,
+                       match=f"{words}.*pip install -r requirements-gpu.txt.*python train_gpt2.py"):
         compile_kernels("gelu", "sm_80", {})
 
 
@@ -131,17 +140,23 @@ def test_an_error_of_the_gpu_is_one_line(monkeypatch, run_here):
 @pytest.mark.parametrize("recompute", (0, 1, 2))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_a_run_on_a_fake_gpu(fake_gpu, heads, run_here, dtype, recompute):
-    """From flags to a checkpoint and on from there; a captured step launches what one without a graph does."""
-    flags = (*FAST, "-v", 2, "-s", 2, "-n", 2, "-nk", 1, "-o", "run", "-d", 96, "--dtype", dtype, "--recompute",
+    """From flags to a checkpoint and on from there; a captured step launches what one without a
+    graph does."""
+    flags = (*FAST, "-v", 2, "-s", 2, "-n", 2, "-nk", 1, "-o", "run", "-d", 96, "--dtype", dtype,
+             "--recompute",
              recompute)
     steps = []
     for graph, more in ((0, ("-x", 2)), (1, ("-x", 4, "-y", 1))):
         fake_gpu.launches.clear()
         done = run_here(cuda, *flags, "--graph", graph, *more)
-        assert re.findall(r"^step +(\d)/", done.stdout, re.MULTILINE) == (["3", "4"] if graph else ["1", "2"])
-        assert done.stdout.count("val loss 0.000000") == 2 and done.stdout.count("generating:") == 1 + graph
-        first, second, *_ = (i for i, launch in enumerate(fake_gpu.launches) if launch.name == "adamw_update")
-        steps.append([(launch.name, launch.stream % 3) for launch in fake_gpu.launches[first + 1 : second + 1]])
+        assert (re.findall(r"^step +(\d)/", done.stdout, re.MULTILINE)
+                == (["3", "4"] if graph else ["1", "2"]))
+        assert (done.stdout.count("val loss 0.000000") == 2
+                and done.stdout.count("generating:") == 1 + graph)
+        first, second, *_ = (i for i, launch in enumerate(fake_gpu.launches)
+                             if launch.name == "adamw_update")
+        steps.append([(launch.name, launch.stream % 3)
+                      for launch in fake_gpu.launches[first + 1 : second + 1]])
     assert steps[0] == steps[1] and steps[0][0][0] == "copy_batch"
     assert "resuming at step 2 from run" in done.stdout and done.stderr == ""
     assert complete_checkpoints("run") == [4]
@@ -150,10 +165,13 @@ def test_a_run_on_a_fake_gpu(fake_gpu, heads, run_here, dtype, recompute):
 @pytest.mark.parametrize("dtype", ("bfloat16", "fp8", "float32"))
 def test_all_that_is_large_is_in_the_plan(fake_gpu, dtype):
     """What is printed and checked is what is allocated, but for tables of less than 64 KiB."""
-    sizes, zeros = [], fake_gpu.cp.zeros
-    fake_gpu.cp.zeros = fake_gpu.cp.empty = lambda shape, dtype: sizes.append(zeros(shape, dtype)) or sizes[-1]
+    sizes = []
+    zeros = fake_gpu.cp.zeros
+    fake_gpu.cp.zeros = fake_gpu.cp.empty = (lambda shape, dtype: sizes.append(zeros(shape, dtype))
+                                             or sizes[-1])
     settings = cuda.resolve_auto(cuda.CudaSettings(B=2, T=48, dtype=dtype), "sm_90a")
-    trainer = open_trainer(cuda.GPT2, fake_gpu.gpu, HOOKED[0][1], random_params(HOOKED[0][1]), settings)
+    trainer = open_trainer(cuda.GPT2, fake_gpu.gpu, HOOKED[0][1], random_params(HOOKED[0][1]),
+                           settings)
     large = sorted(array.nbytes for array in sizes if array.nbytes >= 64 << 10)
     rounding = [4 * PART] * (dtype != "float32")  # room of copy_weights, free again
     planned = [block.bytes for block in trainer.plan.values() if block.bytes >= 64 << 10]
@@ -174,15 +192,17 @@ class HeardMessages(Messages):
 
 
 HOOKED = ((cuda.GPT2, Config(64, 257, 3, 2, 128, 384)),
-          (train_llama3_cuda.Llama3, train_llama3.Config(64, 257, 3, 2, 1, 128, 384, 256, 64, tied=0)),
+          (train_llama3_cuda.Llama3,
+           train_llama3.Config(64, 257, 3, 2, 1, 128, 384, 256, 64, tied=0)),
           (train_speedrun_cuda.Speedrun, train_speedrun.Config(64, 257, 3, 2, 128, 384)))
 
 
 @pytest.mark.parametrize("architecture, config", HOOKED, ids=lambda x: getattr(x, "__name__", ""))
 @pytest.mark.parametrize("dtype", ("bfloat16", "fp8", "float32"))
-def test_hooks_are_called_for_each_layer_and_each_gradient(fake_gpu, architecture, config, dtype, monkeypatch):
-    """Layers forward; then, as they are computed, an untied classifier's gradient, each matrix's of each layer, last
-    to first, and the rest's."""
+def test_hooks_are_called_for_each_layer_and_each_gradient(fake_gpu, architecture, config, dtype,
+                                                           monkeypatch):
+    """Layers forward; then, as they are computed, an untied classifier's gradient, each matrix's of
+    each layer, last to first, and the rest's."""
     monkeypatch.setattr(llmc.gpu.trainer, "Messages", HeardMessages)
     settings = architecture.resolve_auto(architecture.Settings(B=2, T=48, dtype=dtype), "sm_90a")
     trainer = open_trainer(architecture, fake_gpu.gpu, config, random_params(config), settings)
@@ -191,17 +211,21 @@ def test_hooks_are_called_for_each_layer_and_each_gradient(fake_gpu, architectur
     trainer.model.train_step(trainer)
     head = [("lm_head", None)] * ("lm_head" in trainer.params.table)
     matrices = [(name, l) for l in (2, 1, 0) for name in ("fcprojw", "fcw", "attprojw", "qkvw")]
-    assert trainer.messages.heard == [("begins", l) for l in range(3)] + head + matrices + [("rest", None)]
+    assert (trainer.messages.heard == [("begins", l) for l in range(3)] + head + matrices
+            + [("rest", None)])
 
 
 def test_steps_go_on_while_a_checkpoint_is_written(fake_gpu, heads, run_here, at_call):
     """And what fails is a line, soon, with the checkpoint before whole."""
-    flags, second, begun = (*FAST, "-v", 0, "-s", 0, "-n", 1, "-o", "run"), threading.Event(), []
+    flags = (*FAST, "-v", 0, "-s", 0, "-n", 1, "-o", "run")
+    second = threading.Event()
+    begun = []
     at_call(Trainer, "begin_step", 1, second.set)
     at_call(llmc.gpu.saver, "save_checkpoint", 0, lambda: begun.append(second.wait(10)))
     run_here(cuda, *flags, "-x", 3)
     assert begun == [True] and newest_checkpoint("run") == 3
-    at_call(llmc.gpu.saver, "save_checkpoint", 0, Mock(side_effect=UserError("run/state: no space left on device")))
+    at_call(llmc.gpu.saver, "save_checkpoint", 0,
+            Mock(side_effect=UserError("run/state: no space left on device")))
     done = run_here(cuda, *flags, "-n", 30, "-x", 60, "-y", 1, check=False)
     assert_one_line_error(done, "run/state: no space left on device")
     assert "\nstep   30/60" in done.stdout and "\nstep   59/60" not in done.stdout
@@ -209,8 +233,10 @@ def test_steps_go_on_while_a_checkpoint_is_written(fake_gpu, heads, run_here, at
 
 
 def test_learning_rates_reach_the_gpu_and_the_log(fake_gpu, heads, run_here, monkeypatch):
-    rates, begin = [], Trainer.begin_step
-    monkeypatch.setattr(Trainer, "begin_step", lambda trainer, batches, rate: rates.append(rate) or begin(
+    rates = []
+    begin = Trainer.begin_step
+    monkeypatch.setattr(Trainer, "begin_step", lambda trainer, batches, rate: rates.append(rate)
+                        or begin(
         trainer, batches, rate))
     run_here(cuda, *FAST, "-s", 0, "-x", 4, "-l", 1e-3, "-u", 4, "-o", "run")
     assert rates == pytest.approx([0.00025, 0.0005, 0.00075, 0.001])
@@ -219,14 +245,17 @@ def test_learning_rates_reach_the_gpu_and_the_log(fake_gpu, heads, run_here, mon
 
 
 def test_lines(fake_gpu, heads, run_here, monkeypatch):
-    """--verbose has the box and the memory; utilization is of a known GPU's peak, at 1 ms a step."""
+    """--verbose has the box and the memory; utilization is of a known GPU's peak, at 1 ms a
+    step."""
     monkeypatch.setattr(llmc.progress, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     flags = (*FAST[:6], "-s", 0, "-x", 3)
     lines = run_here(cuda, *flags).stdout.splitlines()
-    assert " ".join(line.split()[0] for line in lines[:8]) == "settings: model data run device output kernels: memory"
+    assert (" ".join(line.split()[0] for line in lines[:8])
+            == "settings: model data run device output kernels: memory")
     assert lines[4] == "device    a fake GPU, sm_90a, CUDA 13.0, bfloat16, float32 master weights"
     assert lines[8:14] == ["step 0/3 | val loss 0.0000"] + [
-        f"step {step}/3 | train loss 0.0000 | 1.00 ms | 48000 tok/s" + " | 0 s left" * (step < 3) for step in (1, 2, 3)
+        f"step {step}/3 | train loss 0.0000 | 1.00 ms | 48000 tok/s" + " | 0 s left" * (step < 3)
+        for step in (1, 2, 3)
     ] + ["step 3/3 | val loss 0.0000", "3 steps in 0 s, 48000 tok/s while training"]
     fake_gpu.gpu = fake_gpu.gpu._replace(name="NVIDIA H200")
     output = run_here(cuda, *flags, "--verbose").stdout
@@ -282,14 +311,19 @@ def test_the_head_of_llm_c_s_program(fake_gpu, heads, run_here):
     assert line == "step    1/3: train loss 4.000000 (1.099990 ms, 43636 tok/s)"
 
 
-@pytest.mark.parametrize("fp8, config, words", ((0, Config(64, 257, 1, 3, 24, 384), "C=24 with NH=3.*train_gpt2.py"),
+@pytest.mark.parametrize("fp8, config, words",
+                         ((0, Config(64, 257, 1, 3, 24, 384), "C=24 with NH=3.*train_gpt2.py"),
     (0, Config(64, 257, 1, 1, 144, 384), "C=144 with NH=1.*train_gpt2.py"),
     (0, train_llama3.Config(64, 257, 1, 4, 2, 48, 384, 204, 16), "F=204.*train_llama3.py"),
-    (1, Config(64, 257, 2, 1, 200, 384), "C=200, F=800: --dtype fp8 expects multiples of 16: pass --dtype bf"),
-    (1, Config(64, 131100, 2, 1, 64, 131200), "131200 rows of .* weight: --dtype fp8 expects .* up to 131072: pass"),
-    (0, train_speedrun.Config(64, 257, 1, 3, 240, 384), "heads of 80 channels: on a GPU, QK-norm .*train_speedrun.py")))
+    (1, Config(64, 257, 2, 1, 200, 384),
+ "C=200, F=800: --dtype fp8 expects multiples of 16: pass --dtype bf"),
+    (1, Config(64, 131100, 2, 1, 64, 131200),
+ "131200 rows of .* weight: --dtype fp8 expects .* up to 131072: pass"),
+    (0, train_speedrun.Config(64, 257, 1, 3, 240, 384),
+ "heads of 80 channels: on a GPU, QK-norm .*train_speedrun.py")))
 def test_a_model_that_the_kernels_do_not_take(fp8, config, words):
-    pytest.raises(UserError, check_sizes, config, fp8, type(config) is train_speedrun.Config).match(words)
+    pytest.raises(UserError, check_sizes, config, fp8,
+                  type(config) is train_speedrun.Config).match(words)
 
 
 @pytest.mark.parametrize("arch, settings, words", (
@@ -297,7 +331,8 @@ def test_a_model_that_the_kernels_do_not_take(fp8, config, words):
     ("sm_90a", dict(dtype="fp8", matmul="cublaslt"), "--matmul cublaslt"),
     *((arch, dict(dtype="fp8"), f"--dtype fp8: this GPU is {arch}; .*: pass --dtype bfloat16")
       for arch in ("sm_75", "sm_80", "sm_89", "sm_100a")),
-    *((arch, dict(dtype=dtype, matmul="kernels"), f"--matmul kernels: .* this run is {dtype} on {arch}: leave the flag")
+    *((arch, dict(dtype=dtype, matmul="kernels"),
+       f"--matmul kernels: .* this run is {dtype} on {arch}: leave the flag")
       for arch, dtype in (("sm_75", "float32"), ("sm_80", "bfloat16"), ("sm_90a", "float32"))),
     ("sm_75", dict(arch="sm_80"), "--arch sm_80: this GPU is sm_75")))
 def test_what_a_gpu_lacks_is_refused(arch, settings, words):
@@ -305,20 +340,24 @@ def test_what_a_gpu_lacks_is_refused(arch, settings, words):
 
 
 def test_what_is_left_to_the_gpu():
-    for arch, *expected in (("sm_75", "float32", 1), ("sm_80", "bfloat16", 0), ("sm_90a", "bfloat16", 0)):
+    for arch, *expected in (("sm_75", "float32", 1), ("sm_80", "bfloat16", 0),
+                            ("sm_90a", "bfloat16", 0)):
         settings = cuda.resolve_auto(cuda.CudaSettings(), arch)
         assert [settings.dtype, settings.recompute] == expected
     for arch, kind in (("sm_75", "float32"), ("sm_80", "tf32")):
         assert cuda.resolve_auto(cuda.CudaSettings(dtype="float32"), arch).precision.matmul == kind
-    assert cuda.resolve_auto(cuda.CudaSettings(dtype="float32", tf32=0, recompute=2), "sm_90a").recompute == 2
+    assert cuda.resolve_auto(cuda.CudaSettings(dtype="float32", tf32=0, recompute=2),
+                             "sm_90a").recompute == 2
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # with a GPU
 
 
-LLAMAS = {f"{name} Llama": train_llama3.Config(64, 257, 3, 4, 2, 192, 384, 384, 64, tied=tied, factor=8)
-          for name, tied in (("tied", 1), ("untied", 0))}  # heads and more channels of queries as Hopper's kernels want
+LLAMAS = {f"{name} Llama": train_llama3.Config(64, 257, 3, 4, 2, 192, 384, 384, 64, tied=tied,
+                                               factor=8)
+          # heads and more channels of queries as Hopper's kernels want
+          for name, tied in (("tied", 1), ("untied", 0))}
 
 SPEEDRUN = train_speedrun.Config(64, 257, 3, 2, 128, 384)
 
@@ -337,11 +376,13 @@ def page_and_flags(model):
 @pytest.mark.parametrize("model", ("GPT-2", *LLAMAS, "speed run"))
 def test_losses_and_samples_are_those_of_the_cpu_trainer(gpu, heads, model):
     page, flags = page_and_flags(model)
-    flags += ("-x", 6, "-v", 3, "-s", 3, "-m", 3, "-l", 0.001, "-d", 96, "--grad_clip", 1, "-c", 0.1,
+    flags += ("-x", 6, "-v", 3, "-s", 3, "-m", 3, "-l", 0.001, "-d", 96, "--grad_clip", 1, "-c",
+              0.1,
               "--final_reports", 1)
     on_gpu = train(*flags, *FLOAT32, program=f"{page}_cuda.py").stdout
     on_cpu = train(*flags, program=f"{page}.py").stdout
-    losses = [[float(x) for x in re.findall(r"loss (\d+\.\d+)", output)] for output in (on_gpu, on_cpu)]
+    losses = [[float(x) for x in re.findall(r"loss (\d+\.\d+)", output)]
+              for output in (on_gpu, on_cpu)]
     assert len(losses[0]) == 9 and np.allclose(*losses, rtol=0, atol=2e-5)
     samples = [re.findall(r"---\n(.*?)\n---", output, re.DOTALL) for output in (on_gpu, on_cpu)]
     assert len(samples[0]) == 2 and samples[0] == samples[1]
@@ -349,8 +390,10 @@ def test_losses_and_samples_are_those_of_the_cpu_trainer(gpu, heads, model):
 
 DTYPES = {
     "float32": ("--dtype", "float32"), "bfloat16": ("--dtype", "bfloat16"),
-    "sm_80": ("--dtype", "bfloat16", "--arch", "sm_80"), "kernels": ("--dtype", "bfloat16", "--matmul", "kernels"),
-    "float32-grads": ("--dtype", "bfloat16", "--float32_grads", 1), "no-master": ("--dtype", "bfloat16", "-w", 0),
+    "sm_80": ("--dtype", "bfloat16", "--arch", "sm_80"),
+    "kernels": ("--dtype", "bfloat16", "--matmul", "kernels"),
+    "float32-grads": ("--dtype", "bfloat16", "--float32_grads", 1),
+    "no-master": ("--dtype", "bfloat16", "-w", 0),
     "stochastic": ("--dtype", "bfloat16", "-w", 0, "--stochastic_rounding", 5),
     "fp8": ("--dtype", "fp8"),
 }
@@ -370,15 +413,18 @@ def kind(request, gpu, heads):
 
 
 def test_bfloat16_trains_like_float32(kind):
-    """Losses over 60 steps at a high learning rate stay near those of float32; every variant is its own run. At 0.003,
-    rounding weights and gradients alone changes the untied Llama's losses by 0.08, on the CPU."""
+    """Losses over 60 steps at a high learning rate stay near those of float32; every variant is its
+    own run. At 0.003, rounding weights and gradients alone changes the untied Llama's losses by
+    0.08, on the CPU."""
     model, train, dtype = kind
     flags = ("-x", 60, "-v", 0, "-s", 0, "-l", 0.003 if model == "GPT-2" else 0.001)
     losses = [train_losses(train(*flags, *more).stdout) for more in (FLOAT32, dtype)]
-    assert len(losses[0]) == 60 and np.allclose(*losses, rtol=0, atol=0.1 if "fp8" in dtype else 0.03)
+    assert (len(losses[0]) == 60
+            and np.allclose(*losses, rtol=0, atol=0.1 if "fp8" in dtype else 0.03))
 
 
-RUN = ("-x", 9, "-v", 3, "-s", 3, "-u", 2, "-k", "cosine", "-c", 0.1, "--grad_clip", 1, "-d", 96, "-l", 0.01)
+RUN = ("-x", 9, "-v", 3, "-s", 3, "-u", 2, "-k", "cosine", "-c", 0.1, "--grad_clip", 1, "-d", 96,
+       "-l", 0.01)
 
 
 def test_graph_launches_recomputation_and_a_resume_give_the_same_bits(heads, kind):
@@ -398,7 +444,8 @@ def test_graph_launches_recomputation_and_a_resume_give_the_same_bits(heads, kin
 
     whole = run("whole")
     assert "step    9/9" in whole[0] and "nan" not in whole[0]
-    for more in (("--graph", 1), ("--graph", 0), ("--recompute", 0), ("--recompute", 1), ("--recompute", 2)):
+    for more in (("--graph", 1), ("--graph", 0), ("--recompute", 0), ("--recompute", 1),
+                 ("--recompute", 2)):
         assert run("parts", *more) == whole, more
     remove_after("parts", 4)
     rest = train(*flags, "-o", "parts", "-y", 1, TRAIN_GPT2_CACHE=str(heads / "empty"))
@@ -409,15 +456,17 @@ def test_graph_launches_recomputation_and_a_resume_give_the_same_bits(heads, kin
 
 @pytest.mark.parametrize("dtype", ("auto", "float32"))
 def test_memory_in_use_does_not_grow(gpu, heads, dtype):
-    """From the second step to the last, with validation, samples and checkpoints between them: no allocation in CuPy's
-    pool, nor beside it but by the first sample, whose graph is made then."""
+    """From the second step to the last, with validation, samples and checkpoints between them: no
+    allocation in CuPy's pool, nor beside it but by the first sample, whose graph is made then."""
     gc.collect()  # what earlier tests left is not freed meanwhile
     config, params = read_model("gpt2_124M.bin", GPT2)
     settings = cuda.resolve_auto(cuda.CudaSettings(B=2, T=24, steps=30, dtype=dtype), gpu.arch)
     trainer = open_trainer(cuda.GPT2, gpu, config, params, settings)
-    assert settings.dtype != "bfloat16" or np.array_equal(flat(trainer.params).get(), bf16_bits(flat(params)))
+    assert (settings.dtype != "bfloat16"
+            or np.array_equal(flat(trainer.params).get(), bf16_bits(flat(params))))
     trainer.prepare()
-    used, rng = [], np.random.default_rng(0)
+    used = []
+    rng = np.random.default_rng(0)
     for step in range(30):
         number = trainer.begin_step([rng.integers(0, config.V, (2, 2, 24), dtype=np.int32)], 1e-3)
         trainer.end_step(number)
@@ -425,19 +474,22 @@ def test_memory_in_use_does_not_grow(gpu, heads, dtype):
             trainer.forward(*rng.integers(0, config.V, (2, 2, 24), dtype=np.int32))
             list(trainer.decoder.draw(np.array([[5]], np.int32), 30 + step, [Random()], Choice()))
             trainer.to_host(trainer.optimizer.m)
-        free = 0 if "PYTEST_XDIST_WORKER" in os.environ else cp.cuda.runtime.memGetInfo()[0]  # other tests use it, too
+        # other tests use it, too
+        free = 0 if "PYTEST_XDIST_WORKER" in os.environ else cp.cuda.runtime.memGetInfo()[0]
         used.append((free, cp.get_default_memory_pool().used_bytes()))
     assert len({pool for _, pool in used[1:]}) == 1
     assert len(set(used[1:4])) == 1 and len(set(used[5:])) == 1
 
 
 def test_a_bfloat16_checkpoint(gpu, heads):
-    """The model is of version 5; the masters are beside the moments, and the CPU trainer goes on from them."""
+    """The model is of version 5; the masters are beside the moments, and the CPU trainer goes on
+    from them."""
     done = train(*RUN, "--dtype", "bfloat16", "-o", "run", "-n", 5)
     model, state, _ = checkpoint_paths("run", 5)
     assert np.fromfile(model, "<i4", 2)[1] == 5
     config, params = read_model(model, GPT2)
-    moments, master = [allocate(params.table) for _ in range(2)], views(params.table, params.buffer.copy())
+    moments = [allocate(params.table) for _ in range(2)]
+    master = views(params.table, params.buffer.copy())
     assert read_optimizer_state(state, owned_by_one(optimizer_of(*moments), master))[1]
     assert not np.array_equal(flat(master), flat(params))
     for name, row in params.table.items():
@@ -471,7 +523,8 @@ def test_a_checkpoint_moves_between_the_trainers(gpu, heads, first, second):
 
 def test_recomputation_is_named_where_it_helps(fake_gpu):
     settings = cuda.resolve_auto(cuda.CudaSettings(B=4), "sm_90a")
-    h100 = SimpleNamespace(sm_count=132, geometry=launch_geometry(GPT2_124M, settings.precision, "sm_90a"))
+    h100 = SimpleNamespace(sm_count=132,
+                           geometry=launch_geometry(GPT2_124M, settings.precision, "sm_90a"))
 
     def needed(**changed):
         plan = memory_plan(cuda.GPT2, GPT2_124M, dataclasses.replace(settings, **changed), h100)

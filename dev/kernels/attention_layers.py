@@ -1,15 +1,18 @@
 """
-Attention in the kernel library, forward and backward. lab.py says what a layer is; the kernels are in attention.cu, and
-the first one that uses wgmma is in attention_hopper.cu. Two rungs are live: wgmma on Hopper for heads of 64 and 128 in
-bfloat16, else mma_sync. The library's row is cuDNN's attention through PyTorch in bfloat16, and PyTorch's own in
-float32, where cuDNN has none; dev/bench.py attention compares with FlashAttention-2, too.
+Attention in the kernel library, forward and backward. lab.py says what a layer is; the kernels are
+in attention.cu, and the first one that uses wgmma is in attention_hopper.cu. Two rungs are live:
+wgmma on Hopper for heads of 64 and 128 in bfloat16, else mma_sync. The library's row is cuDNN's
+attention through PyTorch in bfloat16, and PyTorch's own in float32, where cuDNN has none;
+dev/bench.py attention compares with FlashAttention-2, too.
 """
 
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lab import (SUMS, TF32, Kernel, Layer, bf16_bits, bf16_to_float32, blocks, cuda, expected_results, np, rung, torch,
-                 train_gpt2)
+from checks import expected_results
+from lab import (SUMS, TF32, Kernel, Layer, bf16_bits, blocks, cuda,
+                 np, rung, torch, train_gpt2)
+from llmc.tensors import bf16_to_float32
 from llmc.gpu.geometry import hopper_attention
 from profile_gpu import attention_flops
 
@@ -22,13 +25,15 @@ def attend(qkv, NH, backends):
     """Return PyTorch's attention of qkv (B,T,3C), and its three operands, views (B,NH,T,HS)."""
     B, T, C3 = qkv.shape
     C = C3 // 3
-    operands = [part.view(B, T, NH, C // NH).transpose(1, 2).requires_grad_() for part in qkv.detach().split(C, dim=2)]
+    operands = [part.view(B, T, NH, C // NH).transpose(1, 2).requires_grad_()
+                for part in qkv.detach().split(C, dim=2)]
     with sdpa_kernel(backends, set_priority=True):
         return F.scaled_dot_product_attention(*operands, is_causal=True), operands
 
 
 class SideBySide:
-    """The gradients of query, key and value as that of qkv; concatenated only when read, so that this is not timed."""
+    """The gradients of query, key and value as that of qkv; concatenated only when read, so that
+    this is not timed."""
 
     def __init__(self, grads):
         self.grads = grads
@@ -54,7 +59,8 @@ class Attention(Layer):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         if self.precision.bf16:
-            self.library_name, self.checked = "cuDNN", self.checked_in_bf16
+            self.library_name = "cuDNN"
+            self.checked = self.checked_in_bf16
 
     def sizes(self):
         return self.B, self.T, self.C, self.NH
@@ -69,11 +75,13 @@ class Attention(Layer):
 
 
 class AttentionForward(Attention):
-    """out = softmax(query @ key^T / sqrt(HS), causal) @ value, with lse, the log of the sum of exp, of each row"""
+    """out = softmax(query @ key^T / sqrt(HS), causal) @ value, with lse, the log of the sum of exp,
+    of each row"""
 
     name = "attention_forward"
     checked = {"out": TF32, "lse": TF32}
-    checked_in_bf16 = {"out": BF16_TWICE, "lse": 4 * SUMS}  # products of bfloat16 operands are exact
+    # products of bfloat16 operands are exact
+    checked_in_bf16 = {"out": BF16_TWICE, "lse": 4 * SUMS}
 
     def tensors(self):
         B, T, C = self.B, self.T, self.C
@@ -95,7 +103,8 @@ class AttentionForward(Attention):
     def arguments(self, a):
         return *self.given(a), self.T
 
-    thread_a_row = Kernel(grid=lambda self, lab, block: self.row_grid(block), sweep=(32, 64, 128, 256))
+    thread_a_row = Kernel(grid=lambda self, lab, block: self.row_grid(block),
+                          sweep=(32, 64, 128, 256))
 
     online = Kernel(grid=lambda self, lab, block: self.row_grid(block), sweep=(32, 64, 128, 256))
 
@@ -105,7 +114,8 @@ class AttentionForward(Attention):
 
     @rung(128, fits=with_heads_of_64)
     def warpgroup(self, lab, a, block):
-        grid, map = (self.NH, blocks(self.T, 64), self.B), lab.device.tensor_map(a.inp, 64, self.C // self.NH)
+        grid = (self.NH, blocks(self.T, 64), self.B)
+        map = lab.device.tensor_map(a.inp, 64, self.C // self.NH)
         lab.launch("attention_forward_warpgroup", grid, (block,), a.out, a.lse, a.inp, self.T, map)
 
     @rung(384, fits=on_hopper)
@@ -114,29 +124,38 @@ class AttentionForward(Attention):
 
 
 class AttentionBackward(Attention):
-    """dquery = dS @ key, dkey = dS^T @ query, dvalue = P^T @ dout, dS = P * (dout @ value^T - D) / sqrt(HS)"""
+    """dquery = dS @ key, dkey = dS^T @ query, dvalue = P^T @ dout, dS = P * (dout @ value^T - D) /
+    sqrt(HS)"""
 
-    name, checked, checked_in_bf16 = "attention_backward", {"dinp": TF32}, {"dinp": BF16_TWICE}
+    name = "attention_backward"
+    checked = {"dinp": TF32}
+    checked_in_bf16 = {"dinp": BF16_TWICE}
 
     def tensors(self):
         B, T, C = self.B, self.T, self.C
         inp, out, lse = self.forward_pass()
-        return {"dinp": self.unwritten(B, T, 3 * C), "dout": self.random(B, T, C), "inp": inp, "out": out, "lse": lse,
-                "D": self.float32(B, self.NH, T), "sums": self.float32(self.sum_rows().attention, 3 * C)}
+        return {"dinp": self.unwritten(B, T, 3 * C), "dout": self.random(B, T, C), "inp": inp,
+                "out": out, "lse": lse,
+                "D": self.float32(B, self.NH, T),
+                "sums": self.float32(self.sum_rows().attention, 3 * C)}
 
     def forward_pass(self):
-        """Return inp, out and lse of one or two different sequences, repeated: NumPy is slow for a large batch.
+        """Return inp, out and lse of one or two different sequences, repeated: NumPy is slow for a
+        large batch.
 
-        In float32, inp is rounded to bfloat16, which TF32 keeps, so that lse is that of each rung's forward pass.
+        In float32, inp is rounded to bfloat16, which TF32 keeps, so that lse is that of each rung's
+        forward pass.
         """
-        few = AttentionForward(self.config, self.precision, self.gpu, min(self.B, 2 if self.T <= 1024 else 1), self.T)
+        few = AttentionForward(self.config, self.precision, self.gpu,
+                               min(self.B, 2 if self.T <= 1024 else 1), self.T)
         tensors = few.tensors()
         if not self.precision.bf16:
             tensors["inp"] = bf16_to_float32(bf16_bits(tensors["inp"]))
         expected = expected_results(few, tensors)
         out, lse = (expected[name].astype(np.float32) for name in ("out", "lse"))
         repeated = np.arange(self.B) % few.B
-        return tensors["inp"][repeated], (bf16_bits(out) if self.precision.bf16 else out)[repeated], lse[repeated]
+        return tensors["inp"][repeated], (bf16_bits(out) if self.precision.bf16
+                                          else out)[repeated], lse[repeated]
 
     def oracle(self, t):
         sizes = self.sizes()
@@ -150,19 +169,21 @@ class AttentionBackward(Attention):
     def library(self, t):
         out, operands = attend(t.inp, self.NH, self.backend)
         dout = t.dout.view(self.B, self.T, self.NH, -1).transpose(1, 2)
-        return lambda: {"dinp": SideBySide(torch.autograd.grad(out, operands, dout, retain_graph=True))}
+        return lambda: {"dinp": SideBySide(torch.autograd.grad(out, operands, dout,
+                                                               retain_graph=True))}
 
     def two_passes(self, lab, a, name, rows, block):
         """The gradients of queries, then of keys and values, `rows` rows of each a block."""
         count = self.B * self.NH * self.T  # of rows in all heads; a warp each
-        lab.launch("attention_backward_row_sums", (blocks(count, 8),), (256,), a.D, a.dout, a.out, count, self.T)
+        lab.launch("attention_backward_row_sums", (blocks(count, 8),), (256,), a.D, a.dout, a.out,
+                   count, self.T)
         for of in ("dquery", "dkv"):
-            lab.launch(f"attention_backward_{of}_{name}", self.row_grid(rows), (block,), a.dinp, a.dout, a.inp, a.lse,
-                       a.D, self.T)
+            lab.launch(f"attention_backward_{of}_{name}", self.row_grid(rows), (block,), a.dinp,
+                       a.dout, a.inp, a.lse, a.D, self.T)
 
     def backward(self, device, a):
-        cuda.attention_backward(device, a.dinp, a.D, a.sums, a.dout, a.inp, a.out, a.lse, None, None,
-                                *self.live_sizes())
+        cuda.attention_backward(device, a.dinp, a.D, a.sums, a.dout, a.inp, a.out, a.lse, None,
+                                None, *self.live_sizes())
 
     @rung(32, 64, 128, 256)
     def thread_a_row(self, lab, a, block):

@@ -1,12 +1,13 @@
 """
-The workbench of the kernel library: what a layer and its rungs are, how a rung is checked, how it is timed.
+The workbench of the kernel library: what a layer and its rungs are, how a rung is checked, how it
+is timed.
 
-A layer is a class with the tensors that its kernels work on, the NumPy function that computes the expected results, and
-its rungs, from the naive kernel to the one in kernels/. README.md has the steps to add one.
+A layer is a class with the tensors that its kernels work on, the NumPy function that computes the
+expected results, and its rungs, from the naive kernel to the one in kernels/. README.md has the
+steps to add one.
 """
 
 import contextlib
-import functools
 import glob
 import math
 import os
@@ -28,36 +29,39 @@ from llmc.gpu.compiler import KernelFile
 from llmc.gpu.device import Device
 from llmc.gpu.geometry import blocks, kernel_files, launch_geometry, model_constants
 from llmc.gpu.precision import Precision
-from llmc.tensors import bf16_bits, bf16_to_float32, Row
-from profile_gpu import measure, open_device, size_of
+from llmc.tensors import bf16_bits, Row
+from profile_gpu import open_device, size_of
 from train_gpt2 import Config
-from llmc.debugstate import check_tensor
 
 FILES = sorted(glob.glob(os.path.join(HERE, "*.cu")))
 SWEEP = (32, 64, 128, 256, 512, 1024)  # block sizes
 
-# The largest error allowed, as a fraction of the largest expected value: float32 rounds to 6e-8, sums of n numbers in
-# any order to about sqrt(n) times that; TF32 operands to 5e-4, stored bfloat16 to 2e-3, the float16 residual stream to
-# 2.5e-4. LIBRARY only shows that PyTorch was asked for the same function.
+# The largest error allowed, as a fraction of the largest expected value: float32 rounds to 6e-8,
+# sums of n numbers in any order to about sqrt(n) times that; TF32 operands to 5e-4, stored bfloat16
+# to 2e-3, the float16 residual stream to 2.5e-4. LIBRARY only shows that PyTorch was asked for the
+# same function.
 EXACT, SUMS, TF32, BF16, HALF = 1e-6, 5e-6, 2e-3, 4e-3, 5e-4
 LIBRARY = {"float32": 1e-4, "bfloat16": 2e-2}
 
 SHAPES = ((1, 1), (3, 97), (2, 1024))  # (B, T) of the checks
-# Checked beside the model's sizes: rows that are not a multiple of a warp's 16-byte accesses, V % 8 = 3, few channels.
+# Checked beside the model's sizes: rows that are not a multiple of a warp's 16-byte accesses, V % 8
+# = 3, few channels.
 AWKWARD = (Config(1024, 1003, 1, 25, 1600, 1024), Config(1024, 131, 1, 3, 240, 256))
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # layers and rungs
 
 LAYERS = {}  # name -> class, in the order of their definition
 
 
 class Rung:
-    """One version of a layer. run(layer, lab, a, block) launches its kernels on the tensors `a`, with each of the block
-    sizes `blocks` that fits(layer, block)."""
+    """One version of a layer. run(layer, lab, a, block) launches its kernels on the tensors `a`,
+    with each of the block sizes `blocks` that fits(layer, block)."""
 
     def __init__(self, run, blocks, fits=lambda layer, block: True):
-        self.run, self.blocks, self.fits = run, blocks, fits
+        self.run = run
+        self.blocks = blocks
+        self.fits = fits
 
     def __set_name__(self, layer, name):
         self.name = name
@@ -69,24 +73,28 @@ def rung(*blocks, **options):
 
 
 class Kernel(Rung):
-    """A rung of one kernel, <layer>_<rung>(*layer.arguments). share(layer, block): how much of layer.work a block does;
-    or grid(layer, lab, block). sweep: its block sizes. shared(layer, block): bytes of dynamic shared memory. adds_to:
-    results that are set to 0 first."""
+    """A rung of one kernel, <layer>_<rung>(*layer.arguments). share(layer, block): how much of
+    layer.work a block does; or grid(layer, lab, block). sweep: its block sizes. shared(layer,
+    block): bytes of dynamic shared memory. adds_to: results that are set to 0 first."""
 
-    def __init__(self, share=None, grid=None, sweep=SWEEP, shared=lambda layer, block: 0, adds_to=()):
-        super().__init__(self.launch, sweep, lambda layer, block: shared(layer, block) <= layer.gpu.shared)
+    def __init__(self, share=None, grid=None, sweep=SWEEP,
+                 shared=lambda layer, block: 0, adds_to=()):
+        super().__init__(self.launch, sweep,
+                         lambda layer, block: shared(layer, block) <= layer.gpu.shared)
         self.grid = grid or (lambda layer, lab, block: (blocks(layer.work, share(layer, block)),))
-        self.shared, self.adds_to = shared, adds_to
+        self.shared = shared
+        self.adds_to = adds_to
 
     def launch(self, layer, lab, a, block):
         lab.clear(*(getattr(a, name) for name in self.adds_to))
-        lab.launch(f"{layer.name}_{self.name}", self.grid(layer, lab, block), (block,), *layer.arguments(a),
-                   shared=self.shared(layer, block))
+        lab.launch(f"{layer.name}_{self.name}", self.grid(layer, lab, block), (block,),
+                   *layer.arguments(a), shared=self.shared(layer, block))
 
 
-# Shares of a Kernel's block: an element or a row for each thread; 16 bytes for each; a row for each warp; one row.
-THREAD, PACK = lambda layer, block: block, lambda layer, block: block * layer.pack
-WARP, BLOCK = lambda layer, block: block // 32, lambda layer, block: 1
+# Shares of a Kernel's block: an element or a row for each thread; 16 bytes for each; a row for each
+# warp; one row.
+THREAD, PACK, WARP, BLOCK = (lambda layer, block: block, lambda layer, block: block * layer.pack,
+                             lambda layer, block: block // 32, lambda layer, block: 1)
 
 
 class Mine(Rung):
@@ -94,7 +102,8 @@ class Mine(Rung):
 
     def __init__(self, rung):
         super().__init__(self.launch, rung.blocks, rung.fits)
-        self.name, self.original = f"my_{rung.name}", rung
+        self.name = f"my_{rung.name}"
+        self.original = rung
 
     def launch(self, layer, lab, a, block):
         with lab.mine_in_place():
@@ -102,7 +111,8 @@ class Mine(Rung):
 
 
 def launcher(call):
-    """A rung of the live kernel: call(layer, Device, a). Its block size is its own; in the tables it is 256."""
+    """A rung of the live kernel: call(layer, Device, a). Its block size is its own; in the tables
+    it is 256."""
     return Rung(lambda layer, lab, a, block: call(layer, lab.device, a), (256,))
 
 
@@ -111,16 +121,21 @@ class Layer:
 
     - its docstring: the formula; the first line is printed;
     - tensors(): {name: data, or the Row of an output}, as the GPU stores them;
-    - checked: {tensor: the error allowed, as a fraction of its largest value} for the layer's outputs;
-    - oracle(t): does to float64 NumPy arrays what the kernels do; by default the function of train_gpt2.py of the same
+    - checked: {tensor: the error allowed, as a fraction of its largest value} for the layer's
+    outputs;
+    - oracle(t): does to float64 NumPy arrays what the kernels do; by default the function of
+    train_gpt2.py of the same
       name, on the tensors of `signature` (if not given: all) and sizes();
     - moved: the tensors that a perfect kernel would read or write; or flops(), its operations;
-    - library(t): given PyTorch tensors, a function that returns {tensor: result}, for a row called library_name;
-    - arguments(a) and work: a Kernel's arguments and number of rows, by default the same tensors and N;
+    - library(t): given PyTorch tensors, a function that returns {tensor: result}, for a row called
+    library_name;
+    - arguments(a) and work: a Kernel's arguments and number of rows, by default the same tensors
+    and N;
     - Rungs, the simplest first.
     """
 
-    shapes = SHAPES  # of the checks at the model's sizes; AWKWARD sizes are always checked at SHAPES
+    # of the checks at the model's sizes; AWKWARD sizes are always checked at SHAPES
+    shapes = SHAPES
     moved = signature = ()
     float32_grads = False  # True: gradients of weights are float32 in bfloat16 runs, too
     library, library_name = None, "PyTorch"
@@ -131,9 +146,18 @@ class Layer:
             LAYERS[cls.name] = cls
 
     def __init__(self, config, precision, gpu, B, T):
-        self.config, self.precision, self.gpu = config, precision, gpu
-        self.B, self.T, self.C, self.NH, self.V, self.Vp = B, T, config.C, config.NH, config.V, config.Vp
-        self.N, self.work, self.pack = B * T, B * T, 8 if precision.bf16 else 4
+        self.config = config
+        self.precision = precision
+        self.gpu = gpu
+        self.B = B
+        self.T = T
+        self.C = config.C
+        self.NH = config.NH
+        self.V = config.V
+        self.Vp = config.Vp
+        self.N = B * T
+        self.work = B * T
+        self.pack = 8 if precision.bf16 else 4
         self.rng = np.random.default_rng((B, T, config.C))
 
     def __str__(self):
@@ -159,11 +183,14 @@ class Layer:
         return size_of(*(getattr(a, name) for name in self.moved))
 
     def random(self, *shape, spread=1.0, mean=0.0, dtype=None):
-        """Normal numbers, by default in the dtype of activations; they repeat after 2^24, which will do for timing."""
-        count, dtype = math.prod(shape), dtype or self.precision.dtype
+        """Normal numbers, by default in the dtype of activations; they repeat after 2^24, which
+        will do for timing."""
+        count = math.prod(shape)
+        dtype = dtype or self.precision.dtype
         numbers = self.rng.standard_normal(min(count, 1 << 24), dtype=np.float32)
         numbers = numbers * np.float32(spread) + np.float32(mean)
-        return np.resize(bf16_bits(numbers) if dtype == "bfloat16" else numbers.astype(dtype), shape)
+        return np.resize(bf16_bits(numbers) if dtype == "bfloat16" else numbers.astype(dtype),
+                         shape)
 
     def unwritten(self, *shape, dtype=None):
         """An output: NaN before each call."""
@@ -175,7 +202,8 @@ class Layer:
     def tokens(self):
         """(B,T) int32, all below V, the first and last of the vocabulary among them."""
         tokens = self.rng.integers(0, self.V, (self.B, self.T), dtype=np.int32)
-        tokens.flat[0], tokens.flat[-1] = self.V - 1, 0
+        tokens.flat[0] = self.V - 1
+        tokens.flat[-1] = 0
         return tokens
 
     def sum_rows(self):
@@ -189,10 +217,11 @@ class Layer:
                 for block in found.blocks if found.fits(self, block)]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the GPU
 
-EXTERN = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\(([^)]*)\)')
+EXTERN = re.compile(r'extern "C" __global__'
+                    r' void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\(([^)]*)\)')
 
 
 def signatures(path):
@@ -209,35 +238,45 @@ def kernel_file(path, constants):
 
 
 def with_mine(layer, path):
-    """The layer, with a rung more for each kernel of a learner's file that has the name of one of its rungs', and is
-    launched like that one: layernorm_forward_warp_a_row becomes my_warp_a_row. Raises UserError if there is none."""
-    library, found = {kernel for file in FILES for kernel in signatures(file)}, signatures(path)
-    named = {f"{layer.name}_{name}": rung for name, rung in layer.rungs.items() if f"{layer.name}_{name}" in library}
+    """The layer, with a rung more for each kernel of a learner's file that has the name of one of
+    its rungs', and is launched like that one: layernorm_forward_warp_a_row becomes my_warp_a_row.
+    Raises UserError if there is none."""
+    library = {kernel for file in FILES for kernel in signatures(file)}
+    found = signatures(path)
+    named = {f"{layer.name}_{name}": rung for name, rung in layer.rungs.items()
+             if f"{layer.name}_{name}" in library}
     rungs = {f"my_{rung.name}": Mine(rung) for kernel, rung in named.items() if kernel in found}
     if not rungs:
-        raise UserError(f"{path}: its kernels are {', '.join(found) or 'none'}, expected one of {', '.join(named)}: a"
-                        " kernel is launched like the rung whose name it has")
+        raise UserError(f"{path}: its kernels are {', '.join(found) or 'none'}, expected one of"
+                        f" {', '.join(named)}: a kernel is launched like the rung whose name it has")
     mine = type(layer.__name__, (layer,), {})
     mine.rungs = layer.rungs | rungs
     return mine
 
 
 def portable_files(config, precision, arch):
-    """KernelFiles: of the live attention for arch (sm_75, sm_80) and later, and all of this library."""
-    live, constants = kernel_files(cuda.GPT2, config, precision, arch), model_constants(config, precision)
+    """KernelFiles: of the live attention for arch (sm_75, sm_80) and later, and all of this
+    library."""
+    live = kernel_files(cuda.GPT2, config, precision, arch)
+    constants = model_constants(config, precision)
     return [live["attention"], *(kernel_file(path, constants) for path in FILES)]
 
 
 class Lab:
-    """The live kernels of train_gpt2_cuda.py for one model and precision and, beside them, those of this library."""
+    """The live kernels of train_gpt2_cuda.py for one model and precision and, beside them, those of
+    this library."""
 
     def __init__(self, gpu, config, precision, mine=None):
         """mine: a learner's .cu file, for the rungs of `with_mine`."""
-        self.gpu, self.config, self.precision, self.sm_count = gpu, config, precision, gpu.sm_count
+        self.gpu = gpu
+        self.config = config
+        self.precision = precision
+        self.sm_count = gpu.sm_count
         self.torch = torch.cuda.is_available()  # whether PyTorch sees the GPU, too
         self.device, self.matmul = open_device(cuda.GPT2, gpu, config, precision, "auto")
         arch = "sm_75" if gpu.arch == "sm_75" else "sm_80"
-        self.portable = Device(gpu, portable_files(config, precision, arch), launch_geometry(config, precision, arch))
+        self.portable = Device(gpu, portable_files(config, precision, arch),
+                               launch_geometry(config, precision, arch))
         self.portable.gpu = gpu._replace(arch=arch)
         files = [kernel_file(mine, model_constants(config, precision))] if mine else None
         self.mine = Device(gpu, files, None).functions if mine else {}
@@ -262,12 +301,14 @@ class Lab:
     def clear(self, *arrays):
         """Set arrays to 0, as a part of a rung."""
         for array in arrays:
-            llmc.gpu.device.cp.cuda.runtime.memsetAsync(array.data.ptr, 0, array.nbytes, self.stream.ptr)
+            llmc.gpu.device.cp.cuda.runtime.memsetAsync(array.data.ptr, 0, array.nbytes,
+                                                        self.stream.ptr)
 
     @contextlib.contextmanager
     def streams(self):
         """CuPy and, if it sees the GPU, PyTorch run on the stream of the kernels."""
-        with self.stream, torch.cuda.stream(torch.cuda.ExternalStream(self.stream.ptr) if self.torch else None):
+        with self.stream, torch.cuda.stream(torch.cuda.ExternalStream(self.stream.ptr) if self.torch
+                                            else None):
             yield
 
 
@@ -286,19 +327,24 @@ def library_call(layer, arrays):
     """PyTorch's call for this layer on these CuPy or NumPy arrays, or None if it has none."""
     def tensor(array):  # uint16 is bfloat16's bits
         bf16 = array.dtype == np.uint16
-        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16) if bf16 else torch.from_dlpack(array)
+        return (torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16) if bf16
+                else torch.from_dlpack(array))
 
-    torch.backends.cuda.matmul.allow_tf32 = bool(layer.precision.tf32)  # round operands where ours do
-    return layer.library and layer.library(SimpleNamespace(**{name: tensor(x) for name, x in arrays.items()}))
+    # round operands where ours do
+    torch.backends.cuda.matmul.allow_tf32 = bool(layer.precision.tf32)
+    return layer.library and layer.library(SimpleNamespace(**{name: tensor(x)
+                                                              for name, x in arrays.items()}))
 
 
 def calls(layer, lab, fresh, names):
-    """Yield (name, block size, call) of PyTorch, with no block size, and of each rung. A call works on a copy of the
-    arrays `fresh` and returns {tensor: result}."""
-    if lab.torch and (call := library_call(layer, {name: array.copy() for name, array in fresh.items()})):
+    """Yield (name, block size, call) of PyTorch, with no block size, and of each rung. A call works
+    on a copy of the arrays `fresh` and returns {tensor: result}."""
+    if lab.torch and (call := library_call(layer,
+                                           {name: array.copy() for name, array in fresh.items()})):
         yield layer.library_name, "", call
     for found, block in layer.runs(names):
-        def call(found=found, block=block, a=SimpleNamespace(**{name: x.copy() for name, x in fresh.items()})):
+        def call(found=found, block=block,
+                 a=SimpleNamespace(**{name: x.copy() for name, x in fresh.items()})):
             found.run(layer, lab, a, block)
             return {name: getattr(a, name) for name in layer.checked}
 
@@ -306,7 +352,8 @@ def calls(layer, lab, fresh, names):
 
 
 def results_of(where, call, ends=None):
-    """{tensor: result on the host} of a call, or `ends` elements at either end; raises UserError if the GPU refuses."""
+    """{tensor: result on the host} of a call, or `ends` elements at either end; raises UserError if
+    the GPU refuses."""
     def host(array):
         if not hasattr(array, "get"):  # PyTorch's
             return array.double().cpu().numpy()
@@ -317,90 +364,3 @@ def results_of(where, call, ends=None):
         return {tensor: host(array) for tensor, array in call().items()}
     except llmc.gpu.device.GPU_ERRORS as error:
         raise UserError(f"{where}: {error}") from None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# check
-
-
-def widen(array):
-    """An array as it is stored -> float64; integers stay."""
-    array = bf16_to_float32(array) if array.dtype == np.uint16 else array
-    return array.astype(np.float64) if array.dtype in (np.float32, np.float16) else array.copy()
-
-
-def expected_results(layer, tensors):
-    """Run the oracle; {name: float64 array} of the layer's outputs."""
-    t = SimpleNamespace(**{name: np.full(x.shape, np.nan) if isinstance(x, Row) else widen(x)
-                           for name, x in tensors.items()})
-    layer.oracle(t)
-    return {name: getattr(t, name) for name in layer.checked}
-
-
-def agrees(where, name, got, expected, fraction):
-    """Whether a result is as expected up to this fraction of the largest value (0: the same bits); prints a row that
-    names `where` and the tensor if it is not."""
-    stored = {np.dtype(np.uint16): BF16, np.dtype(np.float16): HALF}.get(got.dtype, 0.0)  # what storing it rounds off
-    tolerance = max(fraction, stored if fraction else 0.0) * max(float(np.abs(expected).max()), 1e-30)
-    got = widen(got).reshape(expected.shape)
-    return (check_tensor(name, got, expected, tolerance, print_row=False)
-            or check_tensor(f"{where}: {name}", got, expected, tolerance))
-
-
-def check_layer(layer, lab, names=None):
-    """Compare PyTorch and each rung at each block size with NumPy; print wrong tensors, return their number. A
-    learner's kernels run twice, and must have the same bits."""
-    tensors = layer.tensors()
-    expected, fresh, wrong = expected_results(layer, tensors), upload(tensors), 0
-    for (name, block, call), (*_, again) in zip(*(calls(layer, lab, fresh, names) for _ in range(2))):
-        where = f"{layer.name} {name}, block {block}, {layer}"
-        results = results_of(where, call)
-        for tensor, got in results.items():
-            fraction = max(layer.checked[tensor], LIBRARY[layer.precision.dtype] * (name == layer.library_name))
-            wrong += not agrees(where, tensor, got, expected[tensor], fraction)
-        for tensor, got in results_of(where, again).items() if isinstance(layer.rungs.get(name), Mine) else ():
-            wrong += not agrees(where, f"a second run's {tensor}", got, widen(results[tensor]), 0)
-    return wrong
-
-
-def check_at_all_sizes(layer, open_lab, config, dtype, names):
-    """check_layer at the model's sizes, config, and at AWKWARD ones; returns whether nothing is wrong."""
-    calls = wrong = 0
-    for sizes in (config, *AWKWARD):
-        bench = open_lab(sizes, precision_of(layer, dtype))
-        with bench.streams():
-            for B, T in layer.shapes if sizes is config else SHAPES:
-                at_size = layer(sizes, bench.precision, bench.gpu, B, T)
-                calls += len(at_size.runs(names))
-                wrong += check_layer(at_size, bench, names)
-    print(f"{layer.name}, {dtype}: {calls} calls checked")
-    return wrong == 0
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# time
-
-FLUSH = 512 << 20  # bytes, several times any L2 cache; writing them also takes longer than a call from Python
-SAMPLE = 2 << 20  # elements at either end of a result in which rungs are compared, at the timed size
-
-
-def milliseconds(lab, flush, call):
-    """The median time of several calls, the L2 cache flushed before each; slow ones are repeated less often."""
-    times = functools.partial(measure, lab.device, call, before=lambda device: lab.clear(flush))
-    return 1000 * times(max(3, min(20, int(0.5 / max(times(1), 1e-6)))))
-
-
-def time_layer(layer, lab, names=None):
-    """Time PyTorch, and every rung at every block size; return ({name: {block size: ms}}, bytes that a perfect kernel
-    moves). NumPy would take minutes at this size, so each rung has to agree with the first one, which was checked at
-    others: raises UserError if one does not."""
-    fresh, flush = upload(layer.tensors()), llmc.gpu.device.cp.empty(FLUSH, np.uint8)
-    times, first = {}, {}
-    for name, block, call in calls(layer, lab, fresh, names):
-        where = f"{layer.name} {name}, block {block}, {layer}"
-        for tensor, got in results_of(where, call, SAMPLE).items() if name != layer.library_name else ():
-            allowed = 2 * max(layer.checked[tensor], BF16 * (got.itemsize < 4))
-            if not agrees(where, tensor, got, first.setdefault(tensor, widen(got)), allowed):
-                raise UserError(f"{where}: differs from the first rung at the size that was to be timed")
-        times.setdefault(name, {})[block] = milliseconds(lab, flush, call)
-    return times, layer.bytes(SimpleNamespace(**fresh))

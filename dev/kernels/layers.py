@@ -1,13 +1,15 @@
 """
-The memory-bound layers of the kernel library, and their rungs from the simplest to the live one. lab.py says what a
-layer is; the kernels are in the .cu files beside this one, each under a comment that says its idea.
+The memory-bound layers of the kernel library, and their rungs from the simplest to the live one.
+lab.py says what a layer is; the kernels are in the .cu files beside this one, each under a comment
+that says its idea.
 """
 
 import math
 
 import torch.nn.functional as F
 
-from lab import (BLOCK, EXACT, PACK, SUMS, SWEEP, THREAD, WARP, Kernel, Layer, bf16_bits, blocks, cuda, launcher, np,
+from lab import (BLOCK, EXACT, PACK, SUMS, SWEEP, THREAD, WARP, Kernel, Layer, bf16_bits, blocks,
+                 cuda, launcher, np,
                  rung, size_of, torch, train_gpt2)
 from llmc.gpu.batch import SortedTokens, sort_tokens
 from train_gpt2_cuda import STEP_CONTROL, adamw_update
@@ -17,11 +19,15 @@ from llmc.gpu.shares import UPDATE_CHUNK, CHUNKS
 class EncoderForward(Layer):
     """out = wte[inp] + wpe"""
 
-    name, shapes, checked, moved = "encoder_forward", ((3, 97),), {"out": EXACT}, ("out", "out")
+    name = "encoder_forward"
+    shapes = ((3, 97),)
+    checked = {"out": EXACT}
+    moved = ("out", "out")
 
     def tensors(self):
         self.work = self.N * self.C
-        return {"out": self.unwritten(*self.sizes(), dtype=self.precision.residual), "inp": self.tokens(),
+        return {"out": self.unwritten(*self.sizes(), dtype=self.precision.residual),
+                "inp": self.tokens(),
                 "wte": self.random(self.Vp, self.C), "wpe": self.random(self.config.maxT, self.C)}
 
     def library(self, t):
@@ -30,23 +36,33 @@ class EncoderForward(Layer):
     def arguments(self, a):
         return *self.given(a), self.B, self.T
 
-    thread_an_element, pack_a_thread = Kernel(THREAD), Kernel(PACK)
-    live = launcher(lambda self, device, a: cuda.encoder_forward(device, *self.given(a), *self.sizes()))
+    thread_an_element = Kernel(THREAD)
+    pack_a_thread = Kernel(PACK)
+    live = launcher(lambda self, device, a: cuda.encoder_forward(device, *self.given(a),
+                                                                 *self.sizes()))
 
 
 class EncoderBackward(EncoderForward):
     """dwte += the sum of dout over the positions of each token; dwpe = the sum over the batch"""
 
     name, float32_grads = "encoder_backward", True
-    checked, signature = {"dwte": SUMS, "dwpe": SUMS}, ("dwte", "dwpe", "dout", "inp")
+    checked = {"dwte": SUMS, "dwpe": SUMS}
+    signature = ("dwte", "dwpe", "dout", "inp")
 
     def tensors(self):
-        B, T, C, N, maxT = self.B, self.T, self.C, self.N, self.config.maxT
-        inp, order, begins, tokens = self.tokens(), *(np.zeros(size, np.int32) for size in (N, N + 1, N))
+        B = self.B
+        T = self.T
+        C = self.C
+        N = self.N
+        maxT = self.config.maxT
+        inp, order, begins, tokens = self.tokens(), *(np.zeros(size, np.int32)
+                                                      for size in (N, N + 1, N))
         sort_tokens(order, begins, tokens, inp)
-        self.work, self.different = N * C, np.unique(inp).size
+        self.work = N * C
+        self.different = np.unique(inp).size
         return {"dwte": self.random(self.Vp, C, dtype="float32"), "dwpe": self.float32(maxT, C),
-                "partials": self.float32(self.sum_rows().wte, C), "dout": self.random(B, T, C), "inp": inp,
+                "partials": self.float32(self.sum_rows().wte, C), "dout": self.random(B, T, C),
+                "inp": inp,
                 "order": order, "begins": begins, "tokens": tokens}
 
     def bytes(self, a):
@@ -63,27 +79,34 @@ class EncoderBackward(EncoderForward):
 
     atomics = Kernel(THREAD, adds_to=("dwpe",))
     live = launcher(lambda self, device, a: cuda.encoder_backward(
-        device, a.dwte, a.dwpe, a.partials, a.dout, SortedTokens(a.order, a.begins, a.tokens), *self.sizes()))
+        device, a.dwte, a.dwpe, a.partials, a.dout, SortedTokens(a.order, a.begins, a.tokens),
+        *self.sizes()))
 
 
 class LayernormForward(Layer):
     """out = (inp - mean) * rstd * weight + bias, with mean and rstd of each row"""
 
-    name, moved = "layernorm_forward", ("out", "inp")
+    name = "layernorm_forward"
+    moved = ("out", "inp")
     checked = {"out": SUMS, "mean": SUMS, "rstd": SUMS}
 
     def tensors(self):
         B, T, C = self.sizes()
-        return {"out": self.unwritten(B, T, C), "mean": self.float32(B, T), "rstd": self.float32(B, T),
-                "inp": self.random(B, T, C, mean=1, dtype=self.precision.residual), "weight": self.random(C),
+        return {"out": self.unwritten(B, T, C), "mean": self.float32(B, T),
+                "rstd": self.float32(B, T),
+                "inp": self.random(B, T, C, mean=1, dtype=self.precision.residual),
+                "weight": self.random(C),
                 "bias": self.random(C)}
 
     def library(self, t):
         inp = t.inp.to(t.weight.dtype)  # PyTorch's takes only one dtype
-        return lambda: dict(zip(self.checked, torch.native_layer_norm(inp, (self.C,), t.weight, t.bias, 1e-5)))
+        return lambda: dict(zip(self.checked,
+                                torch.native_layer_norm(inp, (self.C,), t.weight, t.bias, 1e-5)))
 
-    thread_a_row, warp_a_row = Kernel(THREAD), Kernel(WARP)
-    shared_memory = Kernel(WARP, shared=lambda self, block: (2 + block // 32) * self.C * 16 // self.pack)
+    thread_a_row = Kernel(THREAD)
+    warp_a_row = Kernel(WARP)
+    shared_memory = Kernel(WARP,
+                           shared=lambda self, block: (2 + block // 32) * self.C * 16 // self.pack)
     live = launcher(lambda self, device, a: cuda.residual_layernorm_forward(
         device, None, a.out, a.mean, a.rstd, a.inp, None, a.weight, a.bias, *self.sizes()))
 
@@ -102,7 +125,8 @@ class LayernormBackward(Layer):
         mean = inp.mean(axis=-1, dtype=np.float32)
         rstd = 1 / np.sqrt(inp.var(axis=-1, dtype=np.float32) + np.float32(1e-5))
         return {"dinp": self.random(B, T, C), "dweight": self.float32(C), "dbias": self.float32(C),
-                "dout": self.random(B, T, C), "inp": inp, "weight": self.random(C), "mean": mean, "rstd": rstd,
+                "dout": self.random(B, T, C), "inp": inp, "weight": self.random(C), "mean": mean,
+                "rstd": rstd,
                 "partials": self.float32(self.sum_rows().layernorm, 3 * C)}
 
     def library(self, t):
@@ -118,23 +142,27 @@ class LayernormBackward(Layer):
 
     thread_a_row = Kernel(THREAD, adds_to=("dweight", "dbias"))
     atomics = Kernel(WARP, adds_to=("dweight", "dbias"))
-    shared_memory = Kernel(  # as many blocks as the GPU holds: 2048 threads and 32 blocks a multiprocessor
-        grid=lambda self, lab, block: (min(lab.sm_count * min(32, 2048 // block), blocks(self.N, block // 32)),),
+    # as many blocks as the GPU holds: 2048 threads and 32 blocks a multiprocessor
+    shared_memory = Kernel(
+        grid=lambda self, lab, block: (min(lab.sm_count * min(32, 2048 // block),
+                                           blocks(self.N, block // 32)),),
         shared=lambda self, block: 8 * self.C, adds_to=("dweight", "dbias"))
 
     @rung(256)
     def live(self, lab, a, block):
-        cuda.layernorm_backward(lab.device, a.dinp, a.partials, a.dout, a.inp, a.weight, a.mean, a.rstd, 1,
-                                self.B, self.T, self.C)
+        cuda.layernorm_backward(lab.device, a.dinp, a.partials, a.dout, a.inp, a.weight, a.mean,
+                                a.rstd, 1, self.B, self.T, self.C)
         cuda.column_sums(lab.device, [(a.partials, (a.dweight, a.dbias, None))])
 
 
 class Gelu(Layer):
-    """What both directions share: kernels and NumPy functions take the number of elements, of (B,T,4C)."""
+    """What both directions share: kernels and NumPy functions take the number of elements, of
+    (B,T,4C)."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.shape, self.work = (self.B, self.T, 4 * self.C), self.N * 4 * self.C
+        self.shape = (self.B, self.T, 4 * self.C)
+        self.work = self.N * 4 * self.C
 
     def sizes(self):
         return (self.work,)
@@ -146,7 +174,9 @@ class Gelu(Layer):
 class GeluForward(Gelu):
     """out = x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))"""
 
-    name, checked, moved = "gelu_forward", {"out": EXACT}, ("out", "inp")
+    name = "gelu_forward"
+    checked = {"out": EXACT}
+    moved = ("out", "inp")
 
     def tensors(self):
         return {"out": self.unwritten(*self.shape), "inp": self.random(*self.shape, spread=3)}
@@ -154,33 +184,40 @@ class GeluForward(Gelu):
     def library(self, t):
         return lambda: {"out": F.gelu(t.inp, approximate="tanh")}
 
-    thread_an_element, pack_a_thread, sigmoid = Kernel(THREAD), Kernel(PACK), Kernel(PACK)
-    live = launcher(lambda self, device, a: cuda.gelu_forward(device, a.out, a.inp, self.N, 4 * self.C))
+    thread_an_element = Kernel(THREAD)
+    pack_a_thread = Kernel(PACK)
+    sigmoid = Kernel(PACK)
+    live = launcher(lambda self, device, a: cuda.gelu_forward(device, a.out, a.inp, self.N,
+                                                              4 * self.C))
 
 
 class GeluBackward(Gelu):
     """dinp = dout * the slope of GELU at inp (the live rung leaves column sums, too)"""
 
-    name, checked = "gelu_backward", {"dinp": EXACT}
+    name = "gelu_backward"
+    checked = {"dinp": EXACT}
     signature = moved = ("dinp", "inp", "dout")
 
     def tensors(self):
         return {"dinp": self.unwritten(*self.shape), "inp": self.random(*self.shape, spread=3),
-                "dout": self.random(*self.shape), "sums": self.float32(self.sum_rows().gelu, 4 * self.C)}
+                "dout": self.random(*self.shape),
+                "sums": self.float32(self.sum_rows().gelu, 4 * self.C)}
 
     def library(self, t):
         return lambda: {"dinp": torch.ops.aten.gelu_backward(t.dout, t.inp, approximate="tanh")}
 
     pack_a_thread = Kernel(PACK)
-    live = launcher(lambda self, device, a: cuda.gelu_backward(device, a.dinp, a.sums, None, a.inp, a.dout, self.N,
-                                                               4 * self.C))
+    live = launcher(lambda self, device, a: cuda.gelu_backward(device, a.dinp, a.sums, None, a.inp,
+                                                               a.dout, self.N, 4 * self.C))
 
 
 class BiasBackward(Layer):
     """dbias = the sum of dout over all rows"""
 
     name, float32_grads = "bias_backward", True
-    checked, moved, signature = {"dbias": SUMS}, ("dout",), ("dbias", "dout")
+    checked = {"dbias": SUMS}
+    moved = ("dout",)
+    signature = ("dbias", "dout")
 
     def tensors(self):
         return {"dbias": self.float32(self.config.F), "dout": self.random(self.N, self.config.F),
@@ -195,7 +232,8 @@ class BiasBackward(Layer):
     def columns(self, per_block):
         return blocks(self.config.F, per_block)
 
-    atomics = Kernel(grid=lambda self, lab, block: (self.columns(block), blocks(self.N, 32)), adds_to=("dbias",))
+    atomics = Kernel(grid=lambda self, lab, block: (self.columns(block),
+                                                    blocks(self.N, 32)), adds_to=("dbias",))
     fixed_order = Kernel(grid=lambda self, lab, block: (self.columns(32),))
 
     @rung(*SWEEP)
@@ -206,7 +244,8 @@ class BiasBackward(Layer):
 
 
 class Logits(Layer):
-    """What these layers share. The padding of the logits is NaN, because no result may depend on it."""
+    """What these layers share. The padding of the logits is NaN, because no result may depend on
+    it."""
 
     shapes = ((3, 97),)
 
@@ -216,7 +255,8 @@ class Logits(Layer):
         return logits
 
     def whole_rows(self, logits):
-        """Set the padding to -infinity for PyTorch, which knows no padding; returns the logits (N,Vp)."""
+        """Set the padding to -infinity for PyTorch, which knows no padding; returns the logits
+        (N,Vp)."""
         logits[..., self.V :] = -torch.inf
         return logits.view(self.N, self.Vp)
 
@@ -224,30 +264,38 @@ class Logits(Layer):
 class Softmax(Logits):
     """probs = exp(logits - the row's largest) / their sum, 0 in the padding"""
 
-    name, checked, moved = "softmax", {"probs": SUMS}, ("probs", "logits")
+    name = "softmax"
+    checked = {"probs": SUMS}
+    moved = ("probs", "logits")
 
     def tensors(self):
         return {"probs": self.unwritten(self.B, self.T, self.Vp), "logits": self.logits()}
 
     def oracle(self, t):
-        train_gpt2.softmax_forward(t.probs[..., : self.V], t.logits[..., : self.V], self.B, self.T, self.V)
+        train_gpt2.softmax_forward(t.probs[..., : self.V], t.logits[..., : self.V], self.B, self.T,
+                                   self.V)
         t.probs[..., self.V :] = 0.0
 
     def library(self, t):
         logits = self.whole_rows(t.logits)
         return lambda: {"probs": torch.softmax(logits, -1)}
 
-    thread_a_row, warp_a_row, online = Kernel(THREAD), Kernel(WARP), Kernel(BLOCK)
+    thread_a_row = Kernel(THREAD)
+    warp_a_row = Kernel(WARP)
+    online = Kernel(BLOCK)
 
 
 class Classifier(Logits):
-    """losses = log(the sum of exp(logits)) - the target's logit; logits = their gradient, (probs - one-hot) * dloss"""
+    """losses = log(the sum of exp(logits)) - the target's logit; logits = their gradient, (probs -
+    one-hot) * dloss"""
 
-    name, moved = "classifier", ("logits", "logits")
+    name = "classifier"
+    moved = ("logits", "logits")
     checked = {"losses": SUMS, "logits": SUMS}
 
     def tensors(self):
-        return {"losses": self.float32(self.B, self.T), "logits": self.logits(), "targets": self.tokens(),
+        return {"losses": self.float32(self.B, self.T), "logits": self.logits(),
+                "targets": self.tokens(),
                 "probs": self.unwritten(self.B, self.T, self.Vp)}
 
     def oracle(self, t):
@@ -255,11 +303,14 @@ class Classifier(Logits):
         probs, dlogits = np.empty((2, *sizes))
         train_gpt2.softmax_forward(probs, t.logits[..., : self.V], *sizes)
         train_gpt2.crossentropy_forward(t.losses, t.logits[..., : self.V], probs, t.targets, *sizes)
-        train_gpt2.crossentropy_softmax_backward(dlogits, np.full(sizes[:2], 1 / self.N), probs, t.targets, *sizes)
-        t.logits[..., : self.V], t.logits[..., self.V :] = dlogits, 0.0
+        train_gpt2.crossentropy_softmax_backward(dlogits, np.full(sizes[:2], 1 / self.N), probs,
+                                                 t.targets, *sizes)
+        t.logits[..., : self.V] = dlogits
+        t.logits[..., self.V :] = 0.0
 
     def library(self, t):
-        logits, targets = self.whole_rows(t.logits).requires_grad_(), t.targets.long().view(-1)
+        logits = self.whole_rows(t.logits).requires_grad_()
+        targets = t.targets.long().view(-1)
 
         def call():
             losses = F.cross_entropy(logits, targets, reduction="none")
@@ -272,16 +323,17 @@ class Classifier(Logits):
     def apart(self, lab, a, block):
         """Softmax, loss and gradient, a kernel each; the probabilities are stored in between."""
         lab.launch("softmax_online", (self.N,), (block,), a.probs, a.logits, self.N)
-        lab.launch("crossentropy_forward", (self.N,), (block,), a.losses, a.logits, a.targets, self.N)
-        lab.launch("crossentropy_softmax_backward", (blocks(a.probs.size, self.pack * block),), (block,),
-                   a.logits, a.probs, a.targets, 1.0 / self.N, self.N)
+        lab.launch("crossentropy_forward", (self.N,), (block,), a.losses, a.logits, a.targets,
+                   self.N)
+        lab.launch("crossentropy_softmax_backward", (blocks(a.probs.size, self.pack * block),),
+                   (block,), a.logits, a.probs, a.targets, 1.0 / self.N, self.N)
 
     def arguments(self, a):
         return a.losses, a.logits, a.targets, 1.0 / self.N, self.N
 
     fused = Kernel(BLOCK)
-    live = launcher(lambda self, device, a: cuda.classifier(device, a.losses, a.logits, a.targets, 1.0 / self.N, 1,
-                                                            self.B, self.T))
+    live = launcher(lambda self, device, a: cuda.classifier(device, a.losses, a.logits, a.targets,
+                                                            1.0 / self.N, 1, self.B, self.T))
 
 
 def chunks_of(count, decay=0.0):
@@ -289,7 +341,9 @@ def chunks_of(count, decay=0.0):
     chunks = np.zeros(blocks(count, UPDATE_CHUNK), CHUNKS)
     chunks["local"] = chunks["flat"] = chunks["received"] = UPDATE_CHUNK * np.arange(chunks.size)
     chunks["count"] = np.minimum(UPDATE_CHUNK, count - chunks["flat"])
-    chunks["index"], chunks["rate"], chunks["decay"] = np.arange(chunks.size), 1.0, decay
+    chunks["index"] = np.arange(chunks.size)
+    chunks["rate"] = 1.0
+    chunks["decay"] = decay
     return chunks.view(np.uint8)
 
 
@@ -297,7 +351,8 @@ class AdamWUpdate(Layer):
     """params, m, v: one step of AdamW; in bfloat16 with float32 master weights"""
 
     name = "adamw_update"
-    settings = learning_rate, beta1, beta2, eps, weight_decay, grad_scale, step = 1e-3, 0.9, 0.95, 1e-8, 0.1, 0.5, 3
+    settings = 1e-3, 0.9, 0.95, 1e-8, 0.1, 0.5, 3
+    learning_rate, beta1, beta2, eps, weight_decay, grad_scale, step = settings
     rate = learning_rate * math.sqrt(1 - beta2**step) / (1 - beta1**step)
     scaled_eps = eps * math.sqrt(1 - beta2**step)
 
@@ -305,14 +360,20 @@ class AdamWUpdate(Layer):
         super().__init__(*arguments)
         written = ("params", "master", "m", "v") if self.precision.bf16 else ("params", "m", "v")
         self.checked = dict.fromkeys(written, SUMS)
-        self.moved = *written, *written[int(self.precision.bf16) :], "grads"  # bfloat16 params are not read
+        # bfloat16 params are not read
+        self.moved = *written, *written[int(self.precision.bf16) :], "grads"
 
     def tensors(self):
         count = self.N * 4 * self.C
-        exact, control = self.random(count, dtype="float32"), np.zeros(1, STEP_CONTROL)
-        control["step"], control["rate"], control["eps"] = self.step, self.rate, self.scaled_eps
-        control["learning_rate"], control["grad_scale"] = self.learning_rate, self.grad_scale
-        weights = {"params": bf16_bits(exact), "master": exact} if self.precision.bf16 else {"params": exact}
+        exact = self.random(count, dtype="float32")
+        control = np.zeros(1, STEP_CONTROL)
+        control["step"] = self.step
+        control["rate"] = self.rate
+        control["eps"] = self.scaled_eps
+        control["learning_rate"] = self.learning_rate
+        control["grad_scale"] = self.grad_scale
+        weights = ({"params": bf16_bits(exact), "master": exact} if self.precision.bf16
+                   else {"params": exact})
         return {**weights, "m": self.random(count, spread=0.1, dtype="float32"),
                 "v": self.random(count, dtype="float32") ** 2, "grads": self.random(count),
                 "control": control.view(np.uint8), "chunks": chunks_of(count, self.weight_decay)}
@@ -327,9 +388,11 @@ class AdamWUpdate(Layer):
             return None
         params = torch.nn.Parameter(t.params)
         params.grad = t.grads * self.grad_scale
-        optimizer = torch.optim.AdamW([params], lr=self.learning_rate, betas=(self.beta1, self.beta2), eps=self.eps,
+        optimizer = torch.optim.AdamW([params], lr=self.learning_rate,
+                                      betas=(self.beta1, self.beta2), eps=self.eps,
                                       weight_decay=self.weight_decay, fused=True)
-        optimizer.state[params] = {"step": torch.tensor(self.step - 1.0, device=params.device), "exp_avg": t.m,
+        optimizer.state[params] = {"step": torch.tensor(self.step - 1.0, device=params.device),
+                                   "exp_avg": t.m,
                                    "exp_avg_sq": t.v}
 
         def call():
@@ -343,13 +406,13 @@ class AdamWUpdate(Layer):
 
     @rung(*SWEEP)
     def thread_an_element(self, lab, a, block):
-        lab.launch("adamw_update_thread_an_element", (blocks(a.m.size, block),), (block,), *self.updated(a), a.grads,
-                   *self.settings, np.int64(a.m.size))
+        lab.launch("adamw_update_thread_an_element", (blocks(a.m.size, block),), (block,),
+                   *self.updated(a), a.grads, *self.settings, np.int64(a.m.size))
 
     @rung(*SWEEP)
     def pack_a_thread(self, lab, a, block):
-        lab.launch("adamw_update_pack_a_thread", (blocks(a.m.size, self.pack * block),), (block,), *self.updated(a),
-                   a.grads, self.rate, self.beta1, self.beta2, self.scaled_eps,
+        lab.launch("adamw_update_pack_a_thread", (blocks(a.m.size, self.pack * block),), (block,),
+                   *self.updated(a), a.grads, self.rate, self.beta1, self.beta2, self.scaled_eps,
                    1 - self.learning_rate * self.weight_decay, self.grad_scale, np.int64(a.m.size))
 
     live = launcher(lambda self, device, a: adamw_update(

@@ -1,10 +1,11 @@
 """
-Matmuls in the kernel library: the three that training needs, at the shape of fc (C -> 4C). lab.py says what a layer is.
+Matmuls in the kernel library: the three that training needs, at the shape of fc (C -> 4C). lab.py
+says what a layer is.
 
-The kernels are in matmul.cu, and the forward kernels for Hopper alone in matmul_hopper.cu. What trains the model is
-`live` on Hopper in bfloat16, cublaslt otherwise: cuBLASLt's first proposal; PyTorch's row is cuBLAS's own choice.
-dev/matmul.md has the live kernels with GELU in the epilogue. In float32, all rungs with tensor cores round operands to
-TF32.
+The kernels are in matmul.cu, and the forward kernels for Hopper alone in matmul_hopper.cu. What
+trains the model is `live` on Hopper in bfloat16, cublaslt otherwise: cuBLASLt's first proposal;
+PyTorch's row is cuBLAS's own choice. dev/matmul.md has the live kernels with GELU in the epilogue.
+In float32, all rungs with tensor cores round operands to TF32.
 """
 
 import math
@@ -20,22 +21,23 @@ def on_hopper(layer, block):
     return hopper_matmul(layer.precision, layer.gpu.arch)
 
 
-def hopper_rung(kernel, tall, wide, threads, stages, launch=lambda lab, columns, rows: ((columns, rows),)):
-    """A kernel of matmul_hopper.cu: tiles of tall x wide, `stages` steps of both operands in shared memory.
-    launch(lab, columns, rows): the grid for so many tiles; then the band, rows of tiles that are finished before the
-    next ones."""
+def hopper_rung(kernel, tall, wide, threads, stages,
+                launch=lambda lab, columns, rows: ((columns, rows),)):
+    """A kernel of matmul_hopper.cu: tiles of tall x wide, `stages` steps of both operands in shared
+    memory. launch(lab, columns, rows): the grid for so many tiles; then the band, rows of tiles
+    that are finished before the next ones."""
     def run(layer, lab, a, block):
         grid, *band = launch(lab, blocks(layer.OC, wide), blocks(layer.N, tall))
         maps = lab.device.tensor_map(a.inp, 128, 64), lab.device.tensor_map(a.weight, wide, 64)
-        lab.launch(f"matmul_forward_{kernel}", grid, (block,), a.out, *maps, a.bias, layer.N, layer.OC, layer.C, *band,
-                   shared=stages * (tall + wide) * 64 * 2)
+        lab.launch(f"matmul_forward_{kernel}", grid, (block,), a.out, *maps, a.bias, layer.N,
+                   layer.OC, layer.C, *band, shared=stages * (tall + wide) * 64 * 2)
 
     return Rung(run, (threads,), on_hopper)
 
 
 class Matmul(Layer):
-    """What the matmuls share: `signature` has the operands, the result first; ours(a, matmul) calls a Linear's method;
-    by_cublaslt(multiply, *operands) calls cuBLASLt."""
+    """What the matmuls share: `signature` has the operands, the result first; ours(a, matmul) calls
+    a Linear's method; by_cublaslt(multiply, *operands) calls cuBLASLt."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -59,7 +61,8 @@ class Matmul(Layer):
     @rung(64, 256, 1024)
     def thread_an_element(self, lab, a, block):
         """Neighboring threads take neighboring rows."""
-        tile, (M, N, _) = math.isqrt(block), self.arguments(a)[-3:]
+        tile = math.isqrt(block)
+        M, N, _ = self.arguments(a)[-3:]
         grid = blocks(M, tile), blocks(N, tile)
         lab.launch(f"{self.name}_thread_an_element", grid, (tile, tile), *self.arguments(a))
 
@@ -71,7 +74,8 @@ class Matmul(Layer):
 class MatmulForward(Matmul):
     """out = inp @ weight^T + bias"""
 
-    name, signature = "matmul_forward", ("out", "inp", "weight", "bias")
+    name = "matmul_forward"
+    signature = ("out", "inp", "weight", "bias")
     ours = staticmethod(lambda a, matmul: Linear(matmul, a.weight, a.bias).forward(a.out, a.inp))
 
     def tensors(self):
@@ -94,8 +98,8 @@ class MatmulForward(Matmul):
     @rung(64, 256, 1024)
     def shared_tiles(self, lab, a, block):
         tile = math.isqrt(block)
-        lab.launch("matmul_forward_shared_tiles", self.tiles(tile), (tile, tile), *self.arguments(a),
-                   shared=2 * tile * (tile + 1) * 4)
+        lab.launch("matmul_forward_shared_tiles", self.tiles(tile), (tile, tile),
+                   *self.arguments(a), shared=2 * tile * (tile + 1) * 4)
 
     def tiles(self, side):
         return blocks(self.OC, side), blocks(self.N, side)
@@ -115,7 +119,8 @@ class MatmulForward(Matmul):
 class MatmulBackwardInp(Matmul):
     """dinp = dout @ weight"""
 
-    name, signature = "matmul_backward_inp", ("dinp", "dout", "weight")
+    name = "matmul_backward_inp"
+    signature = ("dinp", "dout", "weight")
     ours = staticmethod(lambda a, matmul: Linear(matmul, a.weight).backward_inp(a.dinp, a.dout))
 
     def tensors(self):
@@ -123,8 +128,10 @@ class MatmulBackwardInp(Matmul):
                 "weight": self.random(self.OC, self.C)}
 
     def oracle(self, t):
-        inp, dweight = np.zeros_like(t.dinp), np.empty_like(t.weight)
-        train_gpt2.matmul_backward(t.dinp, dweight, None, t.dout, inp, t.weight, self.B, self.T, self.C, self.OC)
+        inp = np.zeros_like(t.dinp)
+        dweight = np.empty_like(t.weight)
+        train_gpt2.matmul_backward(t.dinp, dweight, None, t.dout, inp, t.weight, self.B, self.T,
+                                   self.C, self.OC)
 
     def library(self, t):
         return lambda: {"dinp": t.dout @ t.weight}
@@ -132,22 +139,28 @@ class MatmulBackwardInp(Matmul):
     def by_cublaslt(self, multiply, *operands):
         multiply(*operands)
 
-    cublaslt, thread_an_element, live = Matmul.cublaslt, Matmul.thread_an_element, Matmul.live
+    cublaslt = Matmul.cublaslt
+    thread_an_element = Matmul.thread_an_element
+    live = Matmul.live
 
 
 class MatmulBackwardWeight(Matmul):
     """dweight = dout^T @ inp"""
 
-    name, signature = "matmul_backward_weight", ("dweight", "dout", "inp")
-    ours = staticmethod(lambda a, matmul: Linear(matmul, None, None, a.dweight).backward_weight(a.dout, a.inp, 1.0, 1))
+    name = "matmul_backward_weight"
+    signature = ("dweight", "dout", "inp")
+    ours = staticmethod(lambda a, matmul: Linear(matmul, None, None,
+                                                 a.dweight).backward_weight(a.dout, a.inp, 1.0, 1))
 
     def tensors(self):
         return {"dweight": self.unwritten(self.OC, self.C, dtype=self.precision.grads),
                 "dout": self.random(self.N, self.OC), "inp": self.random(self.N, self.C)}
 
     def oracle(self, t):
-        dinp, weight = np.empty_like(t.inp), np.zeros_like(t.dweight)
-        train_gpt2.matmul_backward(dinp, t.dweight, None, t.dout, t.inp, weight, self.B, self.T, self.C, self.OC)
+        dinp = np.empty_like(t.inp)
+        weight = np.zeros_like(t.dweight)
+        train_gpt2.matmul_backward(dinp, t.dweight, None, t.dout, t.inp, weight, self.B, self.T,
+                                   self.C, self.OC)
 
     def library(self, t):
         return lambda: {"dweight": t.dout.T @ t.inp}
@@ -155,4 +168,6 @@ class MatmulBackwardWeight(Matmul):
     def by_cublaslt(self, multiply, dweight, dout, inp):
         multiply(dweight, dout.T, inp)
 
-    cublaslt, thread_an_element, live = Matmul.cublaslt, Matmul.thread_an_element, Matmul.live
+    cublaslt = Matmul.cublaslt
+    thread_an_element = Matmul.thread_an_element
+    live = Matmul.live

@@ -56,7 +56,7 @@ def compile_kernels(name, arch, constants):
         with IMPORTING:  # here: slow to import, and not needed if the cache has all
             from cuda.core import Program, ProgramOptions
             from cuda.pathfinder import find_nvidia_header_directory
-        # or None: NVRTC says which one is missing
+        # None, if they are not installed: NVRTC says which one is missing
         headers = KERNEL_DIRECTORY, find_nvidia_header_directory("cudart")
         macros = [(key, str(value)) for key, value in constants.items()]
         options = ProgramOptions(name=path, arch=arch, std="c++17",

@@ -24,7 +24,9 @@ PROPOSAL = np.dtype([("algorithm", "u8", 8), ("workspace", "u8"), ("state", "i4"
 # float32 from shorter chains: dev/matmul.md.
 LONGEST_CHAIN = 6400
 
-POINTER, INT, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64
+POINTER = ctypes.c_void_p
+INT = ctypes.c_int
+SIZE = ctypes.c_uint64
 FUNCTIONS = {
     "cublasLtCreate": (POINTER,),
     "cublasLtMatmulDescCreate": (POINTER, INT, INT),
@@ -56,7 +58,8 @@ class CublasLt:
 
     def __init__(self, device, precision, workspace):
         """workspace(): an array of WORKSPACE bytes for the current stream."""
-        self.device, self.precision = device, precision
+        self.device = device
+        self.precision = precision
         self.workspace = workspace
         self.library = load_library()
         self.version = self.library.cublasLtGetVersion()
@@ -93,7 +96,7 @@ class CublasLt:
         """out (M,N) = scale * a (M,K) @ b (K,N), with at most LONGEST_CHAIN TF32 products in one
         sum, if K allows."""
         K = length = b.shape[0]
-        # parts: of 16-byte rows
+        # the rows of a part begin at multiples of 16 bytes
         while self.precision.matmul == "tf32" and length > LONGEST_CHAIN and length % 8 == 0:
             length //= 2
         for begin in range(0, K, length):
@@ -105,8 +108,9 @@ class CublasLt:
         our (M,N) array is its (N,M) matrix, so our b is its first operand (m,k) and our a its
         second (k,n)."""
         *stack, n, k, m = *a.shape, b.shape[-1]
-        # whether cuBLASLt has to transpose its operand
-        first, second = is_transposed(b), is_transposed(a)
+        # whether cuBLASLt has to transpose its first and its second operand
+        first = is_transposed(b)
+        second = is_transposed(a)
         # from one column of the second operand to the next
         stride = max(a.strides[-2:]) // a.itemsize
         to = FLOAT32 if out.dtype == np.float32 else BFLOAT16
@@ -147,7 +151,8 @@ class CublasLt:
                  np.uint32(ADD_UP_IN_FLOAT32))
         for i, size in enumerate((*aligned, aligned[2])):
             self.set("MatmulPreference", preference, MIN_ALIGNMENT_A_BYTES + i, np.uint32(size))
-        proposal, count = np.zeros(1, PROPOSAL), np.zeros(1, np.int32)
+        proposal = np.zeros(1, PROPOSAL)
+        count = np.zeros(1, np.int32)
         self.call("cublasLtMatmulAlgoGetHeuristic", self.handle, plan.description, plan.b, plan.a,
                   plan.out, plan.out, preference, 1, proposal.ctypes.data, count.ctypes.data)
         if not count[0] or proposal["state"][0]:

@@ -21,9 +21,11 @@ os.environ.setdefault("CUPY_CACHE_DIR", tempfile.gettempdir())
 try:
     import cupy as cp
     from cuda.bindings import driver
-    MISSING, GPU_ERRORS = None, (cp.cuda.runtime.CUDARuntimeError, cp.cuda.driver.CUDADriverError)
+    MISSING = None
+    GPU_ERRORS = (cp.cuda.runtime.CUDARuntimeError, cp.cuda.driver.CUDADriverError)
 except ImportError as error:
-    MISSING, GPU_ERRORS = error, ()
+    MISSING = error
+    GPU_ERRORS = ()
     cp = driver = None
 
 # --------------------------------------------------------------------------------------------------
@@ -49,9 +51,11 @@ def count_gpus():
             f"CuPy, or a package beside it, cannot ({reason})")
         raise UserError(f"{found} be imported: pip install -r requirements-gpu.txt; {INSTEAD}")
     try:
-        count, reason = cp.cuda.runtime.getDeviceCount(), "none is visible"
+        count = cp.cuda.runtime.getDeviceCount()
+        reason = "none is visible"
     except cp.cuda.runtime.CUDARuntimeError as error:
-        count, reason = 0, str(error).split(": ")[-1]
+        count = 0
+        reason = str(error).split(": ")[-1]
     if count == 0 and not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):  # nor in WSL
         raise UserError(f"no NVIDIA GPU: nvidia-smi should list one; {INSTEAD}")
     if count == 0:
@@ -71,7 +75,9 @@ def open_gpu(arch="native", local_rank=0):
                             f" GPUs: start one for each GPU: --gpus {count}")
         cp.cuda.Device(local_rank).use()
     properties = cp.cuda.runtime.getDeviceProperties(cp.cuda.runtime.getDevice())
-    name, major, minor = properties["name"].decode(), properties["major"], properties["minor"]
+    name = properties["name"].decode()
+    major = properties["major"]
+    minor = properties["minor"]
     if (major, minor) < (7, 5):
         raise UserError(f"{name} has compute capability {major}.{minor}, expected 7.5 or newer;"
                         f" {INSTEAD}")
@@ -140,14 +146,19 @@ class Device:
     def __init__(self, gpu, files, geometry):
         """Compile and load `files`, a list of KernelFile. geometry: the numbers that launches need,
         as attributes."""
-        self.gpu, self.sm_count, self.geometry = gpu, gpu.sm_count, geometry
+        self.gpu = gpu
+        self.sm_count = gpu.sm_count
+        self.geometry = geometry
         self.main, self.side, self.comm = (cp.cuda.Stream(non_blocking=True) for _ in range(3))
         self.stream = self.main  # where launches go
         # observer(name, arguments) returns a context manager for each launch, all on one stream
         self.observer = None
         # of launches, by name: dev/timeline.py notes when they begin and end
         self.span = contextlib.nullcontext
-        self.functions, self.shared, self.maps, self.uploads = {}, {}, {}, {}
+        self.functions = {}
+        self.shared = {}
+        self.maps = {}
+        self.uploads = {}
         paths, self.compiled = prepare_kernels(gpu.arch, files)
         self.cached = len(files) - self.compiled
         for file, path in zip(files, paths):
@@ -185,7 +196,8 @@ class Device:
         if self.observer:
             yield None
             return
-        before, after = cp.cuda.Event(disable_timing=True), cp.cuda.Event(disable_timing=True)
+        before = cp.cuda.Event(disable_timing=True)
+        after = cp.cuda.Event(disable_timing=True)
         before.record(self.main)
         stream.wait_event(before)
         self.stream = stream
@@ -264,13 +276,16 @@ def launch_early(function, grid, block, arguments, shared, stream):
     """Launch a kernel by programmatic dependent launch, which CuPy does not offer."""
     values = [np.asarray(x.data.ptr if isinstance(x, cp.ndarray) else x) for x in arguments]
     addresses = np.array([value.ctypes.data for value in values], np.uint64)
-    config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+    config = driver.CUlaunchConfig()
+    attribute = driver.CUlaunchAttribute()
     config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
     config.blockDimX, config.blockDimY, config.blockDimZ = (*block, 1, 1)[:3]
-    config.sharedMemBytes, config.hStream = shared, stream.ptr
+    config.sharedMemBytes = shared
+    config.hStream = stream.ptr
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
-    config.attrs, config.numAttrs = [attribute], 1
+    config.attrs = [attribute]
+    config.numAttrs = 1
     check(driver.cuLaunchKernelEx(config, function.kernel.ptr, addresses.ctypes.data, 0))
 
 

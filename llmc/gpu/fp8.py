@@ -80,7 +80,9 @@ class Fp8:
         """params: Tensors on the GPU; operands, recomputed: see operand_table; fuses_gelu: fc's
         epilogue makes fcproj's input, fcproj's backward pass fc's gradient. Allocates the scales on
         the current stream."""
-        self.device, self.matmul, self.params = matmul.device, matmul, params
+        self.device = matmul.device
+        self.matmul = matmul
+        self.params = params
         self.operands = operands
         self.recomputed = recomputed
         self.fuses_gelu = fuses_gelu
@@ -203,15 +205,17 @@ class Fp8:
     def multiply_qknorm(self, out, rstd, a, a_scale, b, b_scale, bias, *last):
         """multiply's out (M,N), with QK-norm; rstd (M,2NH). last: rope, scale, eps and T, of
         qknorm_forward."""
-        kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
+        kernels = self.matmul.kernels
+        columns = self.device.geometry.MATMUL_FP8_GELU_BN
         kernels.launch("matmul_fp8_qknorm", *out.shape, a.shape[1], kernels.result(out, True), rstd,
                        *self.operands_of(a, b, columns), bias, a_scale, b_scale, *last,
                        columns=columns, threads=self.device.geometry.MATMUL_GELU_THREADS)
 
     def multiply_gelu(self, out, gelu, a, a_scale, b, b_scale, bias, scaling):
-        """out (M,N), and gelu (M,N) in 8 bits = GELU(out) * its scale. scaling: the arguments for its
-        scale."""
-        kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
+        """out (M,N), and gelu (M,N) in 8 bits = GELU(out) * its scale. scaling: the arguments for
+        its scale."""
+        kernels = self.matmul.kernels
+        columns = self.device.geometry.MATMUL_FP8_GELU_BN
         kernels.launch("matmul_fp8_gelu", *out.shape, a.shape[1], kernels.result(out, True),
                        kernels.result(gelu, True), *self.operands_of(a, b, columns), bias, a_scale,
                        b_scale, *scaling, columns=columns,
@@ -221,7 +225,8 @@ class Fp8:
                                scaling):
         """dinp (M,N) in 8 bits = a (M,K) @ b (N,K)^T * GELU'(inp (M,N)) * its scale; partials
         (tiles,N): column sums. Of squared ReLU, gelu (M,N) is read, in 8 bits, not inp."""
-        kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
+        kernels = self.matmul.kernels
+        columns = self.device.geometry.MATMUL_FP8_GELU_BN
         kernels.launch("matmul_fp8_gelu_backward", *inp.shape, a.shape[1],
                        kernels.result(dinp, True), partials, *self.operands_of(a, b, columns),
                        kernels.result(inp, True), kernels.result(gelu, True), a_scale, b_scale,

@@ -107,7 +107,8 @@ class Fp8Linear(NamedTuple):
         """dweight (OC,C) = scale * dout^T @ inp. inp (N,C): read only if it is fcproj's and was
         recomputed."""
         dout = self.operand(dout)
-        dout_scale, inp_scale = self.scale("dout"), self.scale("inp")
+        dout_scale = self.scale("dout")
+        inp_scale = self.scale("inp")
         if self.name == "fcproj":
             inp = self.fcproj_inp(inp, made=self.name not in self.fp8.recomputed, again=True)
             self.fp8.multiply_long("weight", self.dweight, inp, inp_scale, dout.transposed,

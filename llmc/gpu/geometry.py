@@ -181,10 +181,9 @@ def layer_geometry(config, precision, arch):
     C = config.C
     matmul = matmul_geometry() if hopper_matmul(precision, arch) else {}
     norm = layernorm_geometry(config, precision, arch)
-    # which a block transposes in shared memory; up to C=6144, two or more blocks fit
+    # rows that a block transposes in shared memory; up to C=6144, two or more blocks fit
     norm_rows = 32 if C <= 3072 else 16
-    # columns of a tile of a result of C columns, whose inner dimension is long; C=1600 has no
-    # others
+    # columns of a tile of dweight, whose inner dimension is long; 192 does not divide C=1600
     long_columns = 160 if C % 192 and C % 160 == 0 else 192
     span = WARP * (32 if precision.bf16 else 16)  # channels of a warp
     return {
@@ -211,7 +210,8 @@ def layernorm_geometry(config, precision, arch):
     BLOCKS: blocks on a multiprocessor in the backward pass. AHEAD: that pass copies the next row of
     dout, inp and dinp to shared memory while it works on the current one, on GPUs with room for two
     such blocks; not in float32, too large for some GPUs."""
-    C, number = config.C, capability(arch)
+    C = config.C
+    number = capability(arch)
     row_warps = 1 if C <= 768 else 2 if C <= 1536 else 4 if C <= 3072 else 8
     rows = BLOCK_THREADS // WARP // row_warps
     ahead = precision.bf16 and number not in (86, 89) and number < 120
@@ -239,7 +239,7 @@ def attention_geometry(config, precision, arch):
     row = 4 * padded * (2 if precision.bf16 else 4)  # bytes for two pairs of tiles
     passing = 64 if precision.bf16 or is_small and arch != "sm_75" else 32  # sm_75 has 64 KB
     dkv_passing = 32 if precision.bf16 and not is_small else passing
-    # of 16 rows, for each warp, if registers allow
+    # whether registers allow two tiles of 16 rows for each warp
     two_tiles = is_small and (precision.bf16 or precision.tf32)
     return {
         "ATTENTION_THREADS": 128,
@@ -292,7 +292,9 @@ def matmul_geometry():
     """BM, BN: rows and columns of an output tile; those of the forward pass may also be NARROW_BN
     columns wide. BK: a step along the inner dimension, 128 bytes. STRIP: columns that TMA writes at
     once."""
-    BM, BN, BK = MATMUL_ROWS, 192, 64
+    BM = MATMUL_ROWS
+    BN = 192
+    BK = 64
     gelu_BN = 128
     stages = 4
     strip = 64

@@ -37,7 +37,8 @@ class Linear(NamedTuple):
     def forward(self, out, inp, columns=None):
         """out (N,OC) = inp (N,C) @ weight^T + bias. columns: by our kernels, with tiles so wide."""
         matmul = self.matmul
-        out, inp = rows(out), rows(inp)
+        out = rows(out)
+        inp = rows(inp)
         if tile := columns or matmul.tile(out.shape[1], narrow=True):
             matmul.kernels.forward(out, inp, self.weight, self.bias, columns=tile)
         else:
@@ -45,8 +46,10 @@ class Linear(NamedTuple):
 
     def forward_gelu(self, out, gelu, inp):
         """The same, and gelu (N,OC) = GELU(out), by our kernels."""
-        kernels, g = self.matmul.kernels, self.matmul.device.geometry
-        out, inp = rows(out), rows(inp)
+        kernels = self.matmul.kernels
+        g = self.matmul.device.geometry
+        out = rows(out)
+        inp = rows(inp)
         kernels.launch("matmul_forward_gelu", *out.shape, inp.shape[1], kernels.result(out),
                        kernels.result(rows(gelu)), kernels.operand(inp, g.MATMUL_BM),
                        kernels.operand(self.weight, g.MATMUL_BN), self.bias,
@@ -55,9 +58,11 @@ class Linear(NamedTuple):
     def backward_inp(self, dinp, dout, scale=1.0):
         """dinp (N,C) = scale * dout (N,OC) @ weight (OC,C)."""
         matmul = self.matmul
-        dinp, dout = rows(dinp), rows(dout)
+        dinp = rows(dinp)
+        dout = rows(dout)
         if matmul.tile(dinp.shape[1]):
-            kernels, g = matmul.kernels, matmul.device.geometry
+            kernels = matmul.kernels
+            g = matmul.device.geometry
             kernels.launch("matmul_backward_inp", *dinp.shape, dout.shape[1], kernels.result(dinp),
                            kernels.operand(dout, g.MATMUL_BM),
                            kernels.operand(self.weight, g.MATMUL_BK), float(scale))
@@ -67,8 +72,10 @@ class Linear(NamedTuple):
     def backward_inp_gelu(self, dinp, partials, dout, inp):
         """dinp (N,C) = dout (N,OC) @ weight (OC,C) * GELU'(inp (N,C)); partials (tiles, C) = dinp's
         sums over the rows of tiles. By our kernels."""
-        kernels, g = self.matmul.kernels, self.matmul.device.geometry
-        dinp, dout = rows(dinp), rows(dout)
+        kernels = self.matmul.kernels
+        g = self.matmul.device.geometry
+        dinp = rows(dinp)
+        dout = rows(dout)
         kernels.launch("matmul_backward_inp_gelu", *dinp.shape, dout.shape[1], kernels.result(dinp),
                        partials, kernels.operand(dout, g.MATMUL_BM),
                        kernels.operand(self.weight, g.MATMUL_BK), kernels.result(rows(inp)))
@@ -76,8 +83,10 @@ class Linear(NamedTuple):
     def forward_swiglu(self, out, swiglu, inp):
         """out (N,2F) = inp (N,C) @ weight (2F,C)^T: up, then gate; swiglu (N,F) = up * gate *
         sigmoid(gate). By our kernels, where `fuses`."""
-        kernels, g = self.matmul.kernels, self.matmul.device.geometry
-        swiglu, inp = rows(swiglu), rows(inp)
+        kernels = self.matmul.kernels
+        g = self.matmul.device.geometry
+        swiglu = rows(swiglu)
+        inp = rows(inp)
         N, F = swiglu.shape
         C = inp.shape[1]
         columns = g.MATMUL_BN // 2  # of up, and as many of gate
@@ -88,7 +97,8 @@ class Linear(NamedTuple):
     def backward_inp_swiglu(self, dinp, dout, inp):
         """dinp (N,2F) = SwiGLU's gradient at inp (N,2F) for dout (N,OC) @ weight (OC,F). By our
         kernels, where `fuses`."""
-        kernels, g = self.matmul.kernels, self.matmul.device.geometry
+        kernels = self.matmul.kernels
+        g = self.matmul.device.geometry
         dout = rows(dout)
         C, F = self.weight.shape
         kernels.launch("matmul_backward_inp_swiglu", dout.shape[0], F, C,
@@ -107,8 +117,10 @@ class Linear(NamedTuple):
     def backward_weight(self, dout, inp, scale=1.0, splits=None):
         """dweight (OC,C) = scale * dout (N,OC)^T @ inp (N,C). splits: by our kernel, which cuts N
         into so many parts (split-K)."""
-        matmul, kernels = self.matmul, self.matmul.kernels
-        dout, inp = rows(dout), rows(inp)
+        matmul = self.matmul
+        kernels = self.matmul.kernels
+        dout = rows(dout)
+        inp = rows(inp)
         if splits or not matmul.cublaslt:
             sizes = *self.dweight.shape, len(inp)
             BK = matmul.device.geometry.MATMUL_BK
@@ -211,7 +223,8 @@ class Matmul:
     none."""
 
     def __init__(self, device, precision, library="auto"):
-        self.device, self.precision = device, precision
+        self.device = device
+        self.precision = precision
         ours = hopper_matmul(precision, device.gpu.arch) and library != "cublaslt"
         self.kernels = MatmulKernels(device) if ours else None
         self.cublaslt = None
@@ -262,8 +275,9 @@ class MatmulKernels:
     results are row-major, two-dimensional."""
 
     def __init__(self, device):
-        self.device, self.geometry = device, device.geometry
-        # whose sums the workspace holds
+        self.device = device
+        self.geometry = device.geometry
+        # tiles whose sums the workspace holds
         tiles = WORKSPACE // (4 * self.geometry.MATMUL_BM * self.geometry.MATMUL_BN)
         with self.device.stream:
             # for each stream: parts of a tile added so far; 0 after the last

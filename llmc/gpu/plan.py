@@ -12,8 +12,7 @@ from llmc.gpu.memory import Block
 from llmc.gpu.shares import Shares
 from llmc.tensors import Row
 
-# bytes kept free: for cuBLASLt's kernels, NCCL's buffers, the graph, tables of a few MB, rounding
-# up
+# bytes kept free for cuBLASLt's kernels, NCCL's buffers, the graph, small tables, rounding up
 RESERVE = 256 << 20
 
 

@@ -66,14 +66,17 @@ def resolve_dtype(dtype, arch):
 def copy_weights(device, tensors, params):
     """Copy params, float32 Tensors on the host, to Tensors on the GPU; to bfloat16 ones, they are
     rounded to nearest there, a part at a time."""
-    exact, copies, threads = flat(params), flat(tensors), device.geometry.UPDATE_THREADS
+    exact = flat(params)
+    copies = flat(tensors)
+    threads = device.geometry.UPDATE_THREADS
     if copies.dtype == np.float32:
         copy_to_gpu(copies, exact)
         return
     scratch = cp.empty(PART, np.float32)
     for begin in range(0, exact.size, PART):
         part = slice(begin, begin + PART)
-        out, inp = copies[part], copy_to_gpu(scratch[: exact[part].size], exact[part])
+        out = copies[part]
+        inp = copy_to_gpu(scratch[: exact[part].size], exact[part])
         grid = (blocks(out.size, threads * pack(out)),)
         device.launch("round_weights", grid, (threads,), out, inp, np.int64(out.size))
 

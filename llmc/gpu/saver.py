@@ -90,7 +90,8 @@ class OwnedShare(Owned):
     def read(self, f, header, hint):
         """Fill the arrays from the files of all ranks that wrote a state, any number of them; f:
         rank 0's."""
-        rank_count, ours = int(header[2]), bool(header[40])
+        rank_count = int(header[2])
+        ours = bool(header[40])
         arrays = list(self.in_file(header[4]).values())
         if rank_count > 1 and not ours and is_whole(f, len(arrays) * self.shares.size):
             rank_count = 1  # llm.c without ZeRO: each rank's file has all
@@ -144,7 +145,8 @@ class TrainerSaver(Saver):
         self.writing = None  # the save in progress
 
     def restore(self, step, loader, random):
-        trainer, settings = self.model, self.settings
+        trainer = self.model
+        settings = self.settings
         owned = empty_state(trainer)
         restored = trainer.ranks.attempt(lambda: restore(settings, owned, step, loader, random))
         has_exact, notes = restored[trainer.ranks.rank]
@@ -153,7 +155,8 @@ class TrainerSaver(Saver):
                   file=sys.stderr)
         set_state(trainer, owned, has_exact, step, read_recent(notes))
 
-        before, now = notes.get("precision"), describe_precision(settings)
+        before = notes.get("precision")
+        now = describe_precision(settings)
         if before not in (None, now) and trainer.ranks.is_first:
             print(f"note: the checkpoint is of a run in {before}, this one is in {now}: pass the"
                   " flags of the first run to repeat it", file=sys.stderr)
@@ -161,7 +164,9 @@ class TrainerSaver(Saver):
     def save(self, progress, notes):
         """Copy weights and state to the host, and start to write them."""
         self.wait()
-        trainer, settings, ranks = self.model, self.settings, self.model.ranks
+        trainer = self.model
+        settings = self.settings
+        ranks = self.model.ranks
         self.complete()
         params = params_now(trainer) if ranks.is_first else None
         notes = {**notes, "precision": describe_precision(settings),
@@ -176,7 +181,8 @@ class TrainerSaver(Saver):
             self.writing = self.pool.submit(save_checkpoint, *arguments)
 
     def wait(self):
-        writing, self.writing = self.writing, None
+        writing = self.writing
+        self.writing = None
         if writing:
             writing.result()
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from llmc.gpu.messages import REST
 
-# of a segment, which no chunk crosses: chunks are the same for any number of ranks that divides 16
+# No chunk crosses a 16th of a segment: they are the same for any number of ranks that divides 16.
 CUTS = 16
 UPDATE_CHUNK = 8192  # elements, at most
 CHUNKS = np.dtype([
@@ -61,7 +61,9 @@ class Shares:
     def __init__(self, table, rank_count, weight_decay=0.0, decay_all=False, llmc=False):
         """decay_all: weights of all tensors decay, not only those of rows that say so. llmc: divide
         as llm.c does, which cuts every tensor layer by layer."""
-        self.table, self.rank_count, self.llmc = table, rank_count, llmc
+        self.table = table
+        self.rank_count = rank_count
+        self.llmc = llmc
         self.segments = []
         # of runs of tensors that are treated alike
         self.begins = []
@@ -135,7 +137,9 @@ class Shares:
         chunks  (n,) CHUNKS of a rank: the first layer's matrices, the rest, the other layers'
         matrices ends    [where each of these three groups ends] count   how many chunks all ranks
         have"""
-        first_layer, rest, other_layers = [], [], []
+        first_layer = []
+        rest = []
+        other_layers = []
         owned = {part.segment: part for part in self.parts_of(rank)}
         index = 0
 

@@ -73,8 +73,11 @@ class ForwardPasses:
     params, grads, linears, messages, model and batch."""
 
     def __init__(self, architecture, config, settings, matmul):
-        self.architecture, self.config, self.settings = architecture, config, settings
-        self.device, self.matmul = matmul.device, matmul
+        self.architecture = architecture
+        self.config = config
+        self.settings = settings
+        self.device = matmul.device
+        self.matmul = matmul
         with self.device.stream:
             self.loss = cp.zeros(1, np.float32)  # of an evaluation
 
@@ -174,7 +177,8 @@ class Trainer(ForwardPasses):
         """architecture: a class like GPT2; params: float32 Tensors on the host; ranks: a Ranks;
         text: with a Decoder. Raises UserError if not everything fits into the GPU's free memory."""
         super().__init__(architecture, config, settings, matmul)
-        self.ranks, self.precision = ranks, settings.precision
+        self.ranks = ranks
+        self.precision = settings.precision
         self.linears = choose_linears(architecture, matmul, settings)
         self.nccl = open_nccl(ranks, settings)
         self.messages = choose_messages(ranks, self.nccl, self.device, settings, config)

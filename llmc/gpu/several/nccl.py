@@ -20,7 +20,9 @@ class Nccl:
     few tokens on more than two GPUs leave it to kernels."""
 
     SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
-    POINTER, SIZE, INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    POINTER = ctypes.c_void_p
+    SIZE = ctypes.c_size_t
+    INT = ctypes.c_int
     NOT_IN_CUPY = {
         "ncclMemAlloc": (POINTER, SIZE),
         "ncclCommWindowRegister": (POINTER, POINTER, SIZE, POINTER, INT),
@@ -42,7 +44,8 @@ class Nccl:
             raise UserError(f"NCCL, for several GPUs, {found}, expected 2.28 or newer: pip install"
                             " -r requirements-gpu.txt")
         self.nccl = nccl
-        self.rank, self.rank_count = ranks.rank, ranks.size
+        self.rank = ranks.rank
+        self.rank_count = ranks.size
         self.library = ctypes.CDLL("libnccl.so.2")  # CuPy has loaded it
         with self.errors_as_lines():
             unique_id = nccl.get_unique_id().hex() if ranks.is_first else None
@@ -52,7 +55,8 @@ class Nccl:
     def allocate(self, size):
         """Allocate (size,) uint8 zeros on the GPU for collectives. All ranks must allocate the
         same, in one order."""
-        pointer, window = ctypes.c_void_p(), ctypes.c_void_p()
+        pointer = ctypes.c_void_p()
+        window = ctypes.c_void_p()
         self.call("ncclMemAlloc", ctypes.byref(pointer), size)
         self.call("ncclCommWindowRegister", self.communicator.comm, pointer, size,
                   ctypes.byref(window), self.SYMMETRIC)
@@ -72,7 +76,7 @@ class Nccl:
     def errors_as_lines(self):
         try:
             yield
-        # also from the first message between two ranks, which connects them
+        # the first message between two ranks, which connects them, can fail so, too
         except self.nccl.NcclError as error:
             raise UserError(f"NCCL cannot connect the GPUs ({error}): if for want of memory, take a"
                             " smaller -b; NCCL_DEBUG=INFO says more") from None

@@ -58,7 +58,7 @@ class Ranks(SingleProcess, contextlib.AbstractContextManager):
         self.is_first = self.rank == 0
         if not self.is_first:
             sys.stdout = sys.stderr = open(os.devnull, "w")
-        # hidden, in another container
+        # in another container, a process is hidden
         places = self.gather((socket.gethostname(), f"/proc/{os.getpid()}"))
         self.neighbours = [path for host, path in places if host == socket.gethostname()
                            and os.path.exists(path)]
@@ -121,7 +121,7 @@ class Ranks(SingleProcess, contextlib.AbstractContextManager):
         place = f"{cp.cuda.Device().pci_bus_id} of {socket.gethostname()}"
         everyone = self.gather((place, found))
         twin = [place for place, _ in everyone].index(place)
-        # with NCCL 2.30, they can
+        # with NCCL 2.30, ranks can share one
         if twin != self.rank and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             raise UserError(f"ranks {twin} and {self.rank} have the same GPU ({place}): start one"
                             " process for each GPU")
@@ -134,17 +134,19 @@ class Ranks(SingleProcess, contextlib.AbstractContextManager):
         try:
             if error is None or isinstance(error, SystemExit) and not error.code:
                 self.gather(None)
-                # by torchrun, once a stopped rank has left with 128 + n
+                # torchrun sends it, once a stopped rank has left with 128 + n
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 return self.distributed.destroy_process_group()
         except UserError as lost:
             error = lost
         if isinstance(error, SystemExit):  # argparse has said why
-            text, status = None, error.code
+            text = None
+            status = error.code
         elif isinstance(error, (UserError, MemoryError, OSError, KeyboardInterrupt)):
             text, status = describe(error)
         else:
-            text, status = "".join(traceback.format_exception(error)).rstrip(), 1
+            text = "".join(traceback.format_exception(error)).rstrip()
+            status = 1
         time.sleep(0 if self.is_first else 0.5)  # rank 0 reports what all have
         # nobody reads stderr; rank 0 is gone, and with it the store
         with contextlib.suppress(OSError, RuntimeError):

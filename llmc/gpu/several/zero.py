@@ -39,20 +39,28 @@ class ZeroMessages(Messages):
     LARGE = 1 << 22  # elements
 
     def __init__(self, ranks, nccl, device, own_micro_steps, L):
-        self.ranks, self.nccl, self.device = ranks, nccl, device
-        self.rank, self.rank_count = ranks.rank, ranks.size
-        self.own_micro_steps, self.L = own_micro_steps, L
+        self.ranks = ranks
+        self.nccl = nccl
+        self.device = device
+        self.rank = ranks.rank
+        self.rank_count = ranks.size
+        self.own_micro_steps = own_micro_steps
+        self.L = L
         self.micro_batch = None  # number of the one that is launched; None outside of a step
         self.matrices_sent = 0  # in this micro-batch
-        self.gradients_arrived, self.weights_arrived = {}, {}  # events
+        self.gradients_arrived = {}
+        self.weights_arrived = {}  # events
         self.gradient_sends = collections.defaultdict(list)
         self.weight_sends = collections.defaultdict(list)
 
     def start(self, params, grads, received, shares, optimizer, linears):
         """params, grads: Tensors on the GPU; received (received_size,): room for the gradients of
         this rank's parts of all ranks; shares: a Shares. Makes the lists of messages."""
-        self.shares, self.optimizer, self.linears = shares, optimizer, linears
-        params, grads = flat(params), flat(grads)
+        self.shares = shares
+        self.optimizer = optimizer
+        self.linears = linears
+        params = flat(params)
+        grads = flat(grads)
         owned = {part.segment: part for part in shares.parts_of(self.rank)}
         small = collections.defaultdict(PointToPoint)
 
@@ -215,8 +223,10 @@ class PointToPoint:
     """Lists of (rank, array) for Nccl.exchange."""
 
     def __init__(self):
-        self.gradients_sent, self.gradients_received = [], []
-        self.weights_sent, self.weights_received = [], []
+        self.gradients_sent = []
+        self.gradients_received = []
+        self.weights_sent = []
+        self.weights_received = []
 
 
 def matrix_parts(shares, stack, rank):
@@ -225,7 +235,8 @@ def matrix_parts(shares, stack, rank):
     matrices."""
     count = shares.rank_count
     edges = [stack.begin + stack.count * r // count * stack.size for r in range(count + 1)]
-    there, here = [], []
+    there = []
+    here = []
     for source, owner in itertools.product(range(count), repeat=2):
         parts = stack.parts_of(shares, source)
         for part in parts if rank in (source, owner) else ():
