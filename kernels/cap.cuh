@@ -6,8 +6,11 @@
 
 #ifdef MODEL_CAP
 constexpr float CAP = MODEL_CAP;
-__device__ inline float cap_factor(float z) { return rsqrtf(fmaf(z * (1.0f / (CAP * CAP)), z, 1.0f)); }
-__device__ inline float capped(float z) { return z == -INFINITE ? z : z * cap_factor(z); }  // -inf: padding
+__device__ inline float cap_factor(float z) {
+    return rsqrtf(fmaf(z * (1.0f / (CAP * CAP)), z, 1.0f));
+}
+// -inf: padding
+__device__ inline float capped(float z) { return z == -INFINITE ? z : z * cap_factor(z); }
 __device__ inline float cap_slope(float z) {                                               // dy/dz
     const float r = cap_factor(z);
     return r * r * r;

@@ -1,18 +1,22 @@
-// Fused softmax and cross entropy: the loss of each row, and the logits overwritten with their gradient.
+// Fused softmax and cross entropy: the loss of each row, and the logits overwritten with their
+// gradient.
 //
 //     losses[n] = log(sum over v of exp(logits[n,v])) - logits[n,targets[n]]               losses =
 //     logits[n,v] = (softmax(logits[n])[v] - (v is the target)) * dloss, 0 for v >= V      logits = (if write_gradient)
 //
-// logits (N,Vp), whose columns V .. Vp-1 come from the padding of wte; losses (N) float32; targets (N) int32. In FP8
-// runs, the gradient is in E5M2, stochastically rounded, in the order of fp8.cuh, in the first half of each row's
-// bytes. With MODEL_CAP, the logits z are first capped (cap.cuh); the gradient is that of z.
+// logits (N,Vp), whose columns V .. Vp-1 come from the padding of wte; losses (N) float32; targets
+// (N) int32. In FP8 runs, the gradient is in E5M2, stochastically rounded, in the order of fp8.cuh,
+// in the first half of each row's bytes. With MODEL_CAP, the logits z are first capped (cap.cuh);
+// the gradient is that of z.
 //
-// Bound by bytes: a row is read from memory once and written once. On Hopper, if shared memory has room for a row (it
-// holds two of 50304 bfloat16 logits), TMA loads and stores rows in parts, and each warp handles its own slice of each
-// part; of a row of Llama 3's 128256, the last part is in registers. Blocks are persistent, as many per multiprocessor
-// as rows fit; once a slice of the gradient has been stored, the same slice of the block's next row is loaded. In
-// bfloat16, the row holds exp(x - maximum so far) between the sum and the gradient: one exp per element instead of two.
-// On other GPUs, the second pass reads the row from the L2 cache, beginning at its end, which was read last.
+// Bound by bytes: a row is read from memory once and written once. On Hopper, if shared memory has
+// room for a row (it holds two of 50304 bfloat16 logits), TMA loads and stores rows in parts, and
+// each warp handles its own slice of each part; of a row of Llama 3's 128256, the last part is in
+// registers. Blocks are persistent, as many per multiprocessor as rows fit; once a slice of the
+// gradient has been stored, the same slice of the block's next row is loaded. In bfloat16, the row
+// holds exp(x - maximum so far) between the sum and the gradient: one exp per element instead of
+// two. On other GPUs, the second pass reads the row from the L2 cache, beginning at its end, which
+// was read last.
 
 #include "cap.cuh"
 #include "dlogits.cuh"
@@ -27,15 +31,18 @@ constexpr int THREADS = CLASSIFIER_THREADS;
 static_assert(ON_CHIP || !CLASSIFIER_FP8, "bytes that would overwrite logits not yet read");
 
 constexpr int LOADS_AT_ONCE = ON_CHIP ? 2 : 1;  // packs that a thread loads at a time
-// A row is cut into PARTS parts of PART elements; the last one may be shorter. Of each part, each warp has SLICE elements.
+// A row is cut into PARTS parts of PART elements; the last one may be shorter. Of each part, each
+// warp has SLICE elements.
 constexpr int WARPS = THREADS / 32, SLICE = LOADS_AT_ONCE * 32 * PACK;
 constexpr int PART = WARPS * SLICE, PARTS = (Vp + PART - 1) / PART;
-constexpr bool HOLDS = ON_CHIP && CLASSIFIER_SHARED < Vp * sizeof(element);  // the last part, in registers
+// the last part, in registers
+constexpr bool HOLDS = ON_CHIP && CLASSIFIER_SHARED < Vp * sizeof(element);
 constexpr int SHARED_PARTS = PARTS - HOLDS;
 static_assert(!ON_CHIP || CLASSIFIER_SHARED == (HOLDS ? SHARED_PARTS * PART : Vp) * sizeof(element),
               "shared memory: one row of logits, or its whole parts");
 
-// Merge over the block. buffer: 0 and 1 in turn: a slower warp may still be reading the previous row's.
+// Merge over the block. buffer: 0 and 1 in turn: a slower warp may still be reading the previous
+// row's.
 __device__ inline MaxAndSum block_merge(MaxAndSum s, int buffer) {
     __shared__ MaxAndSum of_warps[2][WARPS];
     s = warp_merge(s);
@@ -45,18 +52,26 @@ __device__ inline MaxAndSum block_merge(MaxAndSum s, int buffer) {
     return warp_merge(lane < WARPS ? of_warps[buffer][lane] : MaxAndSum{-INFINITE, 0.0f});
 }
 
-// scaled_exp(x, offset_of(largest, log2(scale)), scale) = exp(x - largest) * scale; in bfloat16, one multiply-add and
-// one exp2. The compiler does not see that the offset is the same for a whole row.
+// scaled_exp(x, offset_of(largest, log2(scale)), scale) = exp(x - largest) * scale; in bfloat16,
+// one multiply-add and one exp2. The compiler does not see that the offset is the same for a whole
+// row.
 #if BFLOAT16
-__device__ inline float offset_of(float largest, float log2_scale) { return largest * LOG2E - log2_scale; }
-__device__ inline float scaled_exp(float x, float offset, float scale) { return exp2_approx(x * LOG2E - offset); }
+__device__ inline float offset_of(float largest, float log2_scale) {
+    return largest * LOG2E - log2_scale;
+}
+__device__ inline float scaled_exp(float x, float offset, float scale) {
+    return exp2_approx(x * LOG2E - offset);
+}
 #else
 __device__ inline float offset_of(float largest, float log2_scale) { return largest; }
-__device__ inline float scaled_exp(float x, float offset, float scale) { return expf(x - offset) * scale; }
+__device__ inline float scaled_exp(float x, float offset, float scale) {
+    return expf(x - offset) * scale;
+}
 #endif
 
-// In bfloat16, a row on chip holds its exponentials in half precision, scaled by 2^15: down to 2^-29 of the maximum,
-// they keep all 11 bits, 3 more than the gradient has. (Capped logits in bfloat16 have hopper/classifier_capped.cu.)
+// In bfloat16, a row on chip holds its exponentials in half precision, scaled by 2^15: down to
+// 2^-29 of the maximum, they keep all 11 bits, 3 more than the gradient has. (Capped logits in
+// bfloat16 have hopper/classifier_capped.cu.)
 constexpr bool KEEPS = ON_CHIP && BFLOAT16;
 #ifdef MODEL_CAP
 static_assert(!KEEPS, "the slope would be missing");
@@ -115,10 +130,12 @@ __device__ inline float sum_of(Floats x) {
     return x.x[0];
 }
 
-// Merge logits of part s into `so_far`. If KEEPS and write_gradient, they become their exponentials, for the gradient.
+// Merge logits of part s into `so_far`. If KEEPS and write_gradient, they become their
+// exponentials, for the gradient.
 __device__ inline MaxAndSum add_part(MaxAndSum so_far, Packs& packs, bool write_gradient) {
     const float largest = fmaxf(so_far.largest, capped(largest_of(packs)));
-    const float finite = largest == -INFINITE ? 0.0f : largest;  // only padding so far: -inf - -inf would be NaN
+    // only padding so far: -inf - -inf would be NaN
+    const float finite = largest == -INFINITE ? 0.0f : largest;
     const float offset = offset_of(finite, LOG2_KEPT_SCALE);
     float sum = so_far.sum * scaled_exp(so_far.largest - finite, 0.0f, 1.0f);
 #pragma unroll
@@ -132,11 +149,14 @@ __device__ inline MaxAndSum add_part(MaxAndSum so_far, Packs& packs, bool write_
     return {largest, sum};
 }
 
-// Write the gradient of part s to the row; packs: logits or, if KEEPS, their exponentials. scale: dloss / the row's
-// sum; offset: offset_of the row's maximum and log2(scale); largest_then: this thread's maximum so far when it had
-// merged part s; target_logit: before the cap, of the thread that has the target.
-__device__ inline void write_gradient_part(dlogit* row, const Packs& packs, int s, float offset, float scale,
-                                           float largest_then, int target, float target_logit, float dloss,
+// Write the gradient of part s to the row; packs: logits or, if KEEPS, their exponentials. scale:
+// dloss / the row's sum; offset: offset_of the row's maximum and log2(scale); largest_then: this
+// thread's maximum so far when it had merged part s; target_logit: before the cap, of the thread
+// that has the target.
+__device__ inline void write_gradient_part(dlogit* row, const Packs& packs, int s, float offset,
+                                           float scale,
+                                           float largest_then, int target, float target_logit,
+                                               float dloss,
                                            Rounding& rounding) {
     const float factor = scaled_exp(largest_then, offset, scale);
 #pragma unroll
@@ -148,7 +168,8 @@ __device__ inline void write_gradient_part(dlogit* row, const Packs& packs, int 
         Floats x = KEEPS ? unpack_kept(packs[i]) : unpack(packs[i]);
 #pragma unroll
         for (int k = 0; k < PACK; k++) {
-            x.x[k] = KEEPS ? x.x[k] * factor : cap_slope(x.x[k]) * scaled_exp(capped(x.x[k]), offset, scale);
+            x.x[k] = KEEPS ? x.x[k] * factor
+                : cap_slope(x.x[k]) * scaled_exp(capped(x.x[k]), offset, scale);
         }
         if (has_target(v, target)) {
 #pragma unroll
@@ -166,16 +187,19 @@ __device__ inline float loss_of(MaxAndSum whole, float target_logit) {
 
 // Whether the target is in this thread's packs.
 __device__ inline bool owns_target(int target) {
-    return target % PART / (32 * PACK) / LOADS_AT_ONCE * 32 + target / PACK % 32 == int(threadIdx.x);
+    return target % PART / (32 * PACK) / LOADS_AT_ONCE * 32 + target / PACK % 32
+        == int(threadIdx.x);
 }
 
 #if ON_CHIP
 
 constexpr int STORES_IN_FLIGHT = 2;  // slices being stored while the next row replaces earlier ones
 
-// Block (THREADS); grid (BLOCKS per multiprocessor). Shared memory: a row, or its SHARED_PARTS. Warps meet for its sum.
+// Block (THREADS); grid (BLOCKS per multiprocessor). Shared memory: a row, or its SHARED_PARTS.
+// Warps meet for its sum.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-classifier(float* losses, element* logits, const int* targets, float dloss, int write_gradient, int N) {
+classifier(float* losses, element* logits, const int* targets, float dloss, int write_gradient,
+           int N) {
     extern __shared__ uint4 shared[];
     __shared__ Mbarrier barriers[WARPS][SHARED_PARTS];
     element* const row = reinterpret_cast<element*>(shared);
@@ -183,11 +207,14 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     const bool is_lane_0 = threadIdx.x % 32 == 0;
     Mbarrier* const loaded = barriers[warp];     // for each part, this warp's slice
-    element* const slices = row + warp * SLICE;  // this warp's slice of part s begins s * PART further on
+    // this warp's slice of part s begins s * PART further on
+    element* const slices = row + warp * SLICE;
     const auto bytes_of = [&](int s) {           // of that slice; <= 0: the row ends before it
-        return ((s + 1) * PART <= Vp ? SLICE : min(SLICE, Vp - s * PART - warp * SLICE)) * int(sizeof(element));
+        return ((s + 1) * PART <= Vp ? SLICE : min(SLICE, Vp - s * PART - warp * SLICE))
+            * int(sizeof(element));
     };
-    // Called by lane 0: start loading this warp's slice of part s. from: its slice of part 0, in the logits.
+    // Called by lane 0: start loading this warp's slice of part s. from: its slice of part 0, in
+    // the logits.
     const auto fetch = [&](const element* from, int s) {
         if (bytes_of(s) <= 0) return;
         mbarrier_arrive_expect_tx(&loaded[s], bytes_of(s));
@@ -196,7 +223,8 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
     if (is_lane_0) {
         for (int s = 0; s < SHARED_PARTS; s++) mbarrier_init(&loaded[s], 1);
         fence_mbarrier_init();
-        for (int s = 0; s < SHARED_PARTS; s++) fetch(logits + int64(blockIdx.x) * Vp + warp * SLICE, s);
+        for (int s = 0; s < SHARED_PARTS; s++)
+            fetch(logits + int64(blockIdx.x) * Vp + warp * SLICE, s);
     }
     __syncwarp();
 
@@ -241,7 +269,8 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
             const float scale = dloss / whole.sum, offset = offset_of(whole.largest, log2f(scale));
             Rounding rounding(threadIdx.x, scale, target);
             if (HOLDS) {
-                write_gradient_part(global_dlogits, held, PARTS - 1, offset, scale, largest_then[PARTS - 1], target,
+                write_gradient_part(global_dlogits, held, PARTS - 1, offset, scale,
+                                    largest_then[PARTS - 1], target,
                                     target_logit, dloss, rounding);
             }
 #pragma unroll
@@ -249,13 +278,16 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
                 Packs packs;
 #pragma unroll
                 for (int i = 0; i < LOADS_AT_ONCE; i++) {
-                    if (KEEPS && is_before(Vp, s, begin_of(s, i))) packs[i] = load_bits(row + begin_of(s, i));
+                    if (KEEPS && is_before(Vp, s, begin_of(s, i)))
+                        packs[i] = load_bits(row + begin_of(s, i));
                     if (!KEEPS) packs[i] = load_logits(row, s, begin_of(s, i));
                 }
-                // In FP8, a slice of dlogits begins where that of the logits does, which all lanes must have read.
+                // In FP8, a slice of dlogits begins where that of the logits does, which all lanes
+                // must have read.
                 if (CLASSIFIER_FP8) __syncwarp();
                 dlogit* const slice = reinterpret_cast<dlogit*>(slices + s * PART);
-                write_gradient_part(slice - s * PART - warp * SLICE, packs, s, offset, scale, largest_then[s], target,
+                write_gradient_part(slice - s * PART - warp * SLICE, packs, s, offset, scale,
+                                    largest_then[s], target,
                                     target_logit, dloss, rounding);
                 fence_for_async();
                 __syncwarp();
@@ -264,10 +296,12 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
                         store_bytes(global_dlogits + s * PART + warp * SLICE, slice,
                                     bytes_of(s) / int(sizeof(element) / sizeof(dlogit)));
                     } else {
-                        stores_commit();  // an empty group, so that stores_wait counts the same in all warps
+                        // an empty group, so that stores_wait counts the same in all warps
+                        stores_commit();
                     }
                     stores_wait<STORES_IN_FLIGHT>();
-                    if (s >= STORES_IN_FLIGHT && next < N) fetch(next_global_slice, s - STORES_IN_FLIGHT);
+                    if (s >= STORES_IN_FLIGHT && next < N)
+                        fetch(next_global_slice, s - STORES_IN_FLIGHT);
                 }
             }
             if (is_lane_0) {
@@ -285,7 +319,8 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
 
 // Block (THREADS); grid (N).
 extern "C" __global__ void __launch_bounds__(THREADS)
-classifier(float* losses, element* logits, const int* targets, float dloss, int write_gradient, int N) {
+classifier(float* losses, element* logits, const int* targets, float dloss, int write_gradient,
+           int N) {
     const int n = blockIdx.x, target = targets[n];
     element* const row = logits + int64(n) * Vp;
     const float target_logit = owns_target(target) ? to_float(row[target]) : 0.0f;
@@ -303,7 +338,8 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
     Rounding rounding(threadIdx.x, scale, target);
     for (int s = PARTS - 1; s >= 0; s--) {
         load_part(packs, row, s);
-        write_gradient_part(row, packs, s, offset, scale, 0.0f, target, target_logit, dloss, rounding);
+        write_gradient_part(row, packs, s, offset, scale, 0.0f, target, target_logit, dloss,
+                            rounding);
     }
 }
 

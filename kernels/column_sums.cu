@@ -1,11 +1,13 @@
-// The second stage of every sum over rows: adds up the partial sums of other kernels' blocks, in a fixed order.
+// The second stage of every sum over rows: adds up the partial sums of other kernels' blocks, in a
+// fixed order.
 //
 //     out[c] = the sum over r of partials[r,c]                                             out =
 //
-// partials (rows, columns) float32. The columns belong to up to three tensors of `width` columns each: out[0], out[1]
-// and out[2] (null: not wanted). One launch does all sums of a backward pass, one job each, because every launch costs
-// microseconds of latency whatever its size. A block adds up 32 columns of one job, each of its 16 warps every 16th
-// row, of which 16 are loaded at a time. Bound by bytes.
+// partials (rows, columns) float32. The columns belong to up to three tensors of `width` columns
+// each: out[0], out[1] and out[2] (null: not wanted). One launch does all sums of a backward pass,
+// one job each, because every launch costs microseconds of latency whatever its size. A block adds
+// up 32 columns of one job, each of its 16 warps every 16th row, of which 16 are loaded at a time.
+// Bound by bytes.
 
 #include "common.cuh"
 
@@ -29,7 +31,8 @@ extern "C" __global__ void __launch_bounds__(COLUMN_SUMS_THREADS, 3) column_sums
     float sum = 0.0f;
     if (c < job.columns) {
 #pragma unroll 16
-        for (int r = warp; r < job.rows; r += WARPS) sum += job.partials[int64(r) * job.columns + c];
+        for (int r = warp; r < job.rows; r += WARPS)
+            sum += job.partials[int64(r) * job.columns + c];
     }
     sums[warp][lane] = sum;
     __syncthreads();

@@ -6,9 +6,9 @@
 //                      counts += how many are 448 or NaN, how many are 0                         counts +=
 //     prepare_scales   scales of the next update, from history and largest; reports = counts     in place
 //
-// E4M3 has 3 bits of mantissa, numbers from 2^-9 to 448, NaN and no infinities: what is beyond 448 becomes 448, NaN
-// stays. Weights are rounded at random, all else to nearest; tests/fp8_reference.py has both in NumPy. Bound by bytes:
-// 2 read and 2 written for each number.
+// E4M3 has 3 bits of mantissa, numbers from 2^-9 to 448, NaN and no infinities: what is beyond 448
+// becomes 448, NaN stays. Weights are rounded at random, all else to nearest;
+// tests/fp8_reference.py has both in NumPy. Bound by bytes: 2 read and 2 written for each number.
 
 #include "fp8.cuh"
 
@@ -17,12 +17,14 @@ constexpr int THREADS = SIDE / 4 * (SIDE / PACK);  // a thread has 4 rows of 8 c
 constexpr int HISTORY = FP8_HISTORY;
 static_assert(THREADS == FP8_THREADS && BFLOAT16, "as launched");
 
-// Block (THREADS); grid (columns / SIDE, rows / SIDE, rounded up, layers). plain, transposed, largest: or null. pitch:
-// of a row of transposed, of which numbers from `rows` on become 0. update: of a weight, the number of the update, else
-// null; it and slot, the scale's number, decide how a weight is rounded. Weights have an order of their own in
-// transposed, see fp8.cuh. stride: from one layer's scale to the next's; all else is adjacent.
+// Block (THREADS); grid (columns / SIDE, rows / SIDE, rounded up, layers). plain, transposed,
+// largest: or null. pitch: of a row of transposed, of which numbers from `rows` on become 0.
+// update: of a weight, the number of the update, else null; it and slot, the scale's number, decide
+// how a weight is rounded. Weights have an order of their own in transposed, see fp8.cuh. stride:
+// from one layer's scale to the next's; all else is adjacent.
 extern "C" __global__ void __launch_bounds__(THREADS)
-quantize(unsigned char* plain, unsigned char* transposed, const element* inp, const float* scale, int* largest,
+quantize(unsigned char* plain, unsigned char* transposed, const element* inp, const float* scale,
+         int* largest,
          int64* counts, int rows, int columns, int pitch, const int* update, int slot, int stride) {
     const int64 l = blockIdx.z;
     inp += l * rows * columns, scale += l * stride;
@@ -30,14 +32,16 @@ quantize(unsigned char* plain, unsigned char* transposed, const element* inp, co
     if (transposed) transposed += l * columns * pitch;
     if (largest) largest += l * stride;
     __shared__ uint32 tile[SIDE][SIDE / 4 + 1];  // a column's rows, four at a time
-    const int row = blockIdx.y * SIDE + threadIdx.x / (SIDE / PACK) * 4, within = threadIdx.x % (SIDE / PACK) * PACK;
+    const int row = blockIdx.y * SIDE + threadIdx.x / (SIDE / PACK) * 4,
+        within = threadIdx.x % (SIDE / PACK) * PACK;
     const int column = blockIdx.x * SIDE + within;
     const float factor = *scale;
     Floats x[4] = {};
     AmaxStats noted(factor);
 #pragma unroll
     for (int r = 0; r < 4; r++) {
-        if (row + r < rows && column < columns) x[r] = load(inp + int64(row + r) * columns + column);
+        if (row + r < rows && column < columns)
+            x[r] = load(inp + int64(row + r) * columns + column);
     }
 #pragma unroll
     for (int r = 0; r < 4; r++) {
@@ -49,24 +53,30 @@ quantize(unsigned char* plain, unsigned char* transposed, const element* inp, co
 #pragma unroll
             for (int k = 0; k < PACK; k++) {  // a hash has 8 bits for each of 4 numbers
                 const int first = (row + r) * columns + column + k / 4 * 4;
-                y[k] = at_random(y[k], random_bits(first, *update, slot + l * stride) >> k % 4 * 8 & 0xff);
+                y[k] = at_random(y[k],
+                                 random_bits(first, *update, slot + l * stride) >> k % 4
+                                     * 8 & 0xff);
             }
         }
-        const uint32 bytes[2] = {four_bytes(y[0], y[1], y[2], y[3]), four_bytes(y[4], y[5], y[6], y[7])};
+        const uint32 bytes[2] =
+            {four_bytes(y[0], y[1], y[2], y[3]), four_bytes(y[4], y[5], y[6], y[7])};
         const uint2 in_our_order = in_order({bytes[0], bytes[1]});
         if (row + r >= rows || column >= columns) continue;
         noted.add(unscaled.x, bytes);
-        if (plain) *reinterpret_cast<uint2*>(plain + int64(row + r) * columns + column) = in_our_order;
+        if (plain)
+            *reinterpret_cast<uint2*>(plain + int64(row + r) * columns + column) = in_our_order;
     }
     noted.publish(largest, counts);
     if (!transposed) return;
 #pragma unroll
     for (int k = 0; k < PACK; k++) {
-        tile[within + k][threadIdx.x / (SIDE / PACK)] = four_bytes(x[0].x[k], x[1].x[k], x[2].x[k], x[3].x[k]);
+        tile[within + k][threadIdx.x / (SIDE / PACK)] =
+            four_bytes(x[0].x[k], x[1].x[k], x[2].x[k], x[3].x[k]);
     }
     __syncthreads();
     constexpr int UNITS = SIDE / 16;  // of 16 rows of a column
-    const uint32 first = update ? FIRST_COLUMNS : FIRST_ROWS, last = update ? LAST_COLUMNS : LAST_ROWS;
+    const uint32 first = update ? FIRST_COLUMNS : FIRST_ROWS,
+        last = update ? LAST_COLUMNS : LAST_ROWS;
 #pragma unroll
     for (int i = threadIdx.x; i < SIDE * UNITS; i += THREADS) {
         const int c = i / UNITS, unit = i % UNITS, r = blockIdx.y * SIDE + unit * 16;
@@ -78,12 +88,14 @@ quantize(unsigned char* plain, unsigned char* transposed, const element* inp, co
     }
 }
 
-// One block. largest (count): each tensor's in this update, as bits of a float; history (HISTORY,count): those of the
-// last updates, a row an update in turn; updates: how many there were. A scale is the power of 2 that takes the
-// history's largest to 112 .. 224, half of what E4M3 has, because the next update's may be larger; of a gradient, every
-// third tensor, to 28 .. 56. Non-finite values are ignored. reports (2,2): pinned memory of the host, the counts
-// of updates with even and odd numbers. largest and counts are 0 afterwards.
-extern "C" __global__ void prepare_scales(float* scales, float* history, int* largest, int* updates, int64* counts,
+// One block. largest (count): each tensor's in this update, as bits of a float; history
+// (HISTORY,count): those of the last updates, a row an update in turn; updates: how many there
+// were. A scale is the power of 2 that takes the history's largest to 112 .. 224, half of what E4M3
+// has, because the next update's may be larger; of a gradient, every third tensor, to 28 .. 56.
+// Non-finite values are ignored. reports (2,2): pinned memory of the host, the counts of updates
+// with even and odd numbers. largest and counts are 0 afterwards.
+extern "C" __global__ void prepare_scales(float* scales, float* history, int* largest, int* updates,
+                                          int64* counts,
                                           int64* reports, int count) {
     const int newest = *updates % HISTORY;
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
@@ -93,7 +105,8 @@ extern "C" __global__ void prepare_scales(float* scales, float* history, int* la
         float most = 0.0f;
         for (int row = 0; row < HISTORY; row++) most = fmaxf(most, history[row * count + i]);
         const float highest = fminf(__fdiv_rn(i % 3 == 2 ? 56.0f : 224.0f, most), 0x1p100f);
-        if (most > 0.0f) scales[i] = __int_as_float(__float_as_int(highest) & 0x7f800000);  // without its mantissa
+        // without its mantissa
+        if (most > 0.0f) scales[i] = __int_as_float(__float_as_int(highest) & 0x7f800000);
     }
     __syncthreads();  // all have read *updates
     if (threadIdx.x > 0) return;

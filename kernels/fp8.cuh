@@ -1,8 +1,10 @@
-// E4M3: rounding to 8 bits, the order of stored numbers, what is noted for the next update's scale. Terms: see fp8.cu.
+// E4M3: rounding to 8 bits, the order of stored numbers, what is noted for the next update's scale.
+// Terms: see fp8.cu.
 //
-// The order of numbers along the inner dimension of a matmul is free, as long as both operands have the same. Ours is
-// that of tensor cores' results: of 16 x 16, a thread has rows g and g + 8, columns 2t, 2t + 1, 2t + 8 and 2t + 9. So
-// an epilogue stores a thread's numbers by stmatrix as they are; else, lanes would have to exchange them. Of each 16:
+// The order of numbers along the inner dimension of a matmul is free, as long as both operands have
+// the same. Ours is that of tensor cores' results: of 16 x 16, a thread has rows g and g + 8,
+// columns 2t, 2t + 1, 2t + 8 and 2t + 9. So an epilogue stores a thread's numbers by stmatrix as
+// they are; else, lanes would have to exchange them. Of each 16:
 //     columns   0 1 8 9  2 3 10 11  4 5 12 13  6 7 14 15    (N,C), and weights, as they are and transposed
 //     rows      0 8 1 9  2 10 3 11  4 12 5 13  6 14 7 15    transposed, but for weights: (C,N)
 // Rows of a transposed copy, and of a weight, are not permuted, only the numbers in them.
@@ -12,10 +14,13 @@
 #include "common.cuh"
 #include <cuda_fp8.h>
 
-// For __byte_perm: of four of the first 8 and four of the last 8, the first two and the last two of each, in our order.
-constexpr uint32 FIRST_COLUMNS = 0x5410, LAST_COLUMNS = 0x7632, FIRST_ROWS = 0x5140, LAST_ROWS = 0x7362;
+// For __byte_perm: of four of the first 8 and four of the last 8, the first two and the last two of
+// each, in our order.
+constexpr uint32 FIRST_COLUMNS = 0x5410, LAST_COLUMNS = 0x7632, FIRST_ROWS = 0x5140,
+    LAST_ROWS = 0x7362;
 
-// For __byte_perm: of rows 2t, 2t + 1 and 2t + 8, 2t + 9 of two columns, the four numbers of one column, in our order.
+// For __byte_perm: of rows 2t, 2t + 1 and 2t + 8, 2t + 9 of two columns, the four numbers of one
+// column, in our order.
 constexpr uint32 EVEN_TRANSPOSED = 0x6240, ODD_TRANSPOSED = 0x7351;
 
 // Two numbers, and four, the first one in the lowest byte. Beyond 448 they saturate; NaN stays.
@@ -26,16 +31,17 @@ __device__ inline uint32 four_bytes(float a, float b, float c, float d) {
     return two_bytes(a, b) | two_bytes(c, d) << 16;
 }
 
-// y rounded toward 0 or away from it, at random, with y as the expected value. random: 8 bits. 448 and more, and NaN,
-// stay. Below 2^-6, the numbers of E4M3 are as far apart as up to 2^-5.
+// y rounded toward 0 or away from it, at random, with y as the expected value. random: 8 bits. 448
+// and more, and NaN, stay. Below 2^-6, the numbers of E4M3 are as far apart as up to 2^-5.
 __device__ inline float at_random(float y, uint32 random) {
     const float size = fabsf(y), base = size < 0x1p-6f ? 0x1p-6f : 0.0f;
-    const uint32 bits = (__float_as_uint(size + base) + (random << 12)) & 0xfff00000;  // 3 bits of mantissa
+    // 3 bits of mantissa
+    const uint32 bits = (__float_as_uint(size + base) + (random << 12)) & 0xfff00000;
     return size < 448.0f ? copysignf(__uint_as_float(bits) - base, y) : y;
 }
 
-// Threads 2i and 2i + 1 have the first and the last 8 of 16 columns, in natural order -> in ours. lanes: those of this
-// warp that take part.
+// Threads 2i and 2i + 1 have the first and the last 8 of 16 columns, in natural order -> in ours.
+// lanes: those of this warp that take part.
 __device__ inline uint2 in_order(uint2 bytes, uint32 lanes = 0xffffffff) {
     const bool last = threadIdx.x % 2;
     const uint32 other = __shfl_xor_sync(lanes, last ? bytes.x : bytes.y, 1);
@@ -43,7 +49,8 @@ __device__ inline uint2 in_order(uint2 bytes, uint32 lanes = 0xffffffff) {
     return {__byte_perm(left, right, FIRST_COLUMNS), __byte_perm(left, right, LAST_COLUMNS)};
 }
 
-// Two squares of 16 x 16, of which a thread has 8 numbers each, rounded: rows g and g + 8 of each, for stmatrix.
+// Two squares of 16 x 16, of which a thread has 8 numbers each, rounded: rows g and g + 8 of each,
+// for stmatrix.
 __device__ inline void round_squares(uint32 (&rows)[4], const float (&x)[16], float scale = 1.0f) {
 #pragma unroll
     for (int k = 0; k < 4; k++) {
@@ -59,12 +66,15 @@ __device__ inline void floats_of_squares(float (&x)[16], const uint32 (&rows)[4]
         float* const y = x + k / 2 * 8 + k % 2 * 2;
         const __half2 low = __nv_cvt_fp8x2_to_halfraw2(rows[k] & 0xffff, __NV_E4M3);
         const __half2 high = __nv_cvt_fp8x2_to_halfraw2(rows[k] >> 16, __NV_E4M3);
-        y[0] = __low2float(low), y[1] = __high2float(low), y[4] = __low2float(high), y[5] = __high2float(high);
+        y[0] = __low2float(low), y[1] = __high2float(low), y[4] = __low2float(high),
+            y[5] = __high2float(high);
     }
 }
 
 // 1 / scale. A scale is a power of 2.
-__device__ inline float inverse_of_scale(float scale) { return __int_as_float(0x7f000000 - __float_as_int(scale)); }
+__device__ inline float inverse_of_scale(float scale) {
+    return __int_as_float(0x7f000000 - __float_as_int(scale));
+}
 
 // The dequantization factor of a product of operands.
 __device__ inline float factor_of(const float* a_scale, const float* b_scale) {
@@ -101,14 +111,15 @@ __device__ inline float largest_of(const uint32 (&pairs)[N]) {  // of bfloat16
     return largest_of<NAN_IS_LARGEST>({both.x, both.y});
 }
 
-// A thread's part of a tensor: the largest number before it is scaled, NaN apart; how many of its E4M3 numbers are
-// +-448 or NaN, and 128 for each that is 0.
+// A thread's part of a tensor: the largest number before it is scaled, NaN apart; how many of its
+// E4M3 numbers are +-448 or NaN, and 128 for each that is 0.
 struct AmaxStats {
     const float limit;  // larger numbers may become 448
     float largest = 0.0f;
     int saturated = 0, underflowed = 0;
 
-    __device__ explicit AmaxStats(float scale) : limit(416.0f * inverse_of_scale(scale)) {}  // the number before 448
+    // the number before 448
+    __device__ explicit AmaxStats(float scale) : limit(416.0f * inverse_of_scale(scale)) {}
 
     // x: floats, or pairs of bfloat16; bytes: what they became.
     template <class Numbers, int WORDS>
@@ -116,7 +127,8 @@ struct AmaxStats {
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
             const uint32 zeros = ~((bytes[i] & 0x7f7f7f7f) + 0x7f7f7f7f) & 0x80808080;
-            underflowed = __dp4a(zeros, 0x01010101u, uint32(underflowed));  // adds up the bytes, faster than __popc
+            // adds up the bytes, faster than __popc
+            underflowed = __dp4a(zeros, 0x01010101u, uint32(underflowed));
         }
         const float most = largest_of<true>(x);
         if (most < limit) {
@@ -124,12 +136,13 @@ struct AmaxStats {
         } else {  // seldom
             largest = fmaxf(largest, largest_of<false>(x));
 #pragma unroll
-            for (int i = 0; i < WORDS; i++) saturated += __popc((bytes[i] & 0x7f7f7f7f) + 0x02020202 & 0x80808080);
+            for (int i = 0; i < WORDS; i++)
+                saturated += __popc((bytes[i] & 0x7f7f7f7f) + 0x02020202 & 0x80808080);
         }
     }
 
-    // By all threads of a warp. all_largest: as bits, which are in the order of the numbers, or null: nothing is noted;
-    // counts: saturated, underflowed.
+    // By all threads of a warp. all_largest: as bits, which are in the order of the numbers, or
+    // null: nothing is noted; counts: saturated, underflowed.
     __device__ void publish(int* all_largest, int64* counts) {
         if (!all_largest) return;
         const int most = __reduce_max_sync(0xffffffff, __float_as_int(largest));

@@ -6,11 +6,13 @@
 //               partials[block] = the column sums of dinp over the block's rows               partials =
 //               out = the forward value, recomputed unless `out` is null                      out =
 //
-// inp, out, dinp, dout (N,F). The column sums of dinp are the gradient of the bias that was added to make inp. With
-// MODEL_RELU2, `forward` may be in place, and the inp of `backward` is its result.
+// inp, out, dinp, dout (N,F). The column sums of dinp are the gradient of the bias that was added
+// to make inp. With MODEL_RELU2, `forward` may be in place, and the inp of `backward` is its
+// result.
 //
-// Bound by bytes: forward moves 2 elements, backward 3 (4 with `out`). With --recompute, the backward pass recomputes
-// `out` for the next weight gradient. On Hopper, our matmuls do both passes in their epilogues.
+// Bound by bytes: forward moves 2 elements, backward 3 (4 with `out`). With --recompute, the
+// backward pass recomputes `out` for the next weight gradient. On Hopper, our matmuls do both
+// passes in their epilogues.
 
 #include "gelu.cuh"
 
@@ -26,7 +28,8 @@ extern "C" __global__ void gelu_forward(element* out, const element* inp, int N)
 
 // Block and grid: see BlockRows; partials (gridDim.y, F) float32. out may be null.
 extern "C" __global__ void __launch_bounds__(32 * ROW_GROUPS, 4)
-gelu_backward(element* dinp, float* partials, element* out, const element* inp, const element* dout, int N) {
+gelu_backward(element* dinp, float* partials, element* out, const element* inp, const element* dout,
+              int N) {
     const auto [c, begin, end] = BlockRows(N);
     Floats sum = {};
     if (c < F) {

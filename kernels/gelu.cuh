@@ -1,6 +1,7 @@
-// GELU and its derivative at one number, for gelu.cu and for matmuls that apply them in their epilogues. The formulas,
-// with u and s, are in gelu.cu. With MODEL_RELU2, it is squared ReLU (So et al. 2021), x * s with s = max(x, 0), whose
-// derivative is 2 s. There, the backward pass reads the result, of which s is the root.
+// GELU and its derivative at one number, for gelu.cu and for matmuls that apply them in their
+// epilogues. The formulas, with u and s, are in gelu.cu. With MODEL_RELU2, it is squared ReLU (So
+// et al. 2021), x * s with s = max(x, 0), whose derivative is 2 s. There, the backward pass reads
+// the result, of which s is the root.
 
 #pragma once
 
@@ -13,7 +14,8 @@ struct Gate {
     float s, s_slope;  // s, and s (1 - s)
 };
 
-// The intrinsics keep the compiler from fusing multiply-adds in one kernel and not in another: all give the same bits.
+// The intrinsics keep the compiler from fusing multiply-adds in one kernel and not in another: all
+// give the same bits.
 #if MODEL_RELU2
 __device__ inline float begin_gate(float x) { return x < 0.0f ? 0.0f : x; }  // NaN stays
 __device__ inline float end_gate(float s) { return s; }
@@ -34,16 +36,20 @@ __device__ inline float gelu(float x) { return __fmul_rn(x, begin_gate(x)); }
 __device__ inline float gelu_derivative(float x, Gate g) { return 2.0f * g.s; }
 #else
 #if BFLOAT16
-// s in two steps, each of them one special function: exp(-2u), then 1 / (1 + that). Where exp overflows, s is 0.
+// s in two steps, each of them one special function: exp(-2u), then 1 / (1 + that). Where exp
+// overflows, s is 0.
 __device__ inline float begin_gate(float x) {
     return exp2_approx(
-        __fmul_rn(x, __fmaf_rn(-2.0f * SCALE * CUBE * LOG2E, __fmul_rn(x, x), -2.0f * SCALE * LOG2E)));
+        __fmul_rn(x, __fmaf_rn(-2.0f * SCALE * CUBE * LOG2E, __fmul_rn(x, x),
+                               -2.0f * SCALE * LOG2E)));
 }
 __device__ inline float end_gate(float e) { return inverse(__fadd_rn(1.0f, e)); }
 __device__ inline Gate gate_of(float s) { return {s, __fmaf_rn(-s, s, s)}; }
-__device__ inline Gate gate(float x) { return gate_of(end_gate(begin_gate(x))); }  // to 2^-21: enough for bfloat16
-// Gates of several numbers. Short of registers, the compiler would compute one after the other, each waiting 50 cycles
-// for the special function unit. It moves nothing across __syncwarp, which keeps the computations interleaved.
+// to 2^-21: enough for bfloat16
+__device__ inline Gate gate(float x) { return gate_of(end_gate(begin_gate(x))); }
+// Gates of several numbers. Short of registers, the compiler would compute one after the other,
+// each waiting 50 cycles for the special function unit. It moves nothing across __syncwarp, which
+// keeps the computations interleaved.
 template <int N>
 __device__ inline void gates(Gate (&g)[N], const float (&x)[N]) {
     float e[N];
@@ -58,8 +64,10 @@ __device__ inline void gates(Gate (&g)[N], const float (&x)[N]) {
 }
 #else
 __device__ inline Gate gate(float x) {
-    const float twice_u = __fmul_rn(__fmul_rn(2.0f * SCALE, x), __fmaf_rn(CUBE, __fmul_rn(x, x), 1.0f));
-    const float e = expf(fminf(-twice_u, 80.0f)), s = __fdiv_rn(1.0f, __fadd_rn(1.0f, e));  // 80: exp stays finite
+    const float twice_u =
+        __fmul_rn(__fmul_rn(2.0f * SCALE, x), __fmaf_rn(CUBE, __fmul_rn(x, x), 1.0f));
+    // 80: exp stays finite
+    const float e = expf(fminf(-twice_u, 80.0f)), s = __fdiv_rn(1.0f, __fadd_rn(1.0f, e));
     return {s, __fmul_rn(s, __fmul_rn(e, s))};  // e s = 1 - s, exact where s is nearly 1
 }
 #endif

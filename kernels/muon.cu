@@ -1,19 +1,21 @@
-// Muon's passes over a stack of matrices, between the matmuls of its Newton-Schulz steps, which cuBLASLt does.
+// Muon's passes over a stack of matrices, between the matmuls of its Newton-Schulz steps, which
+// cuBLASLt does.
 //
 //     muon_momentum   m += (1 - momentum) * (g - m);  u = (1 - momentum) * g + momentum * m        m =, u =
 //     muon_squares    partials[matrix] = sums of x^2                                               partials =
 //     muon_normalize  x /= (its norm + 1e-7)                                                       x = (in place)
 //     muon_update     params = params * (1 - learning_rate * decay) - learning_rate * scale * u    params =, master =
 //
-// https://kellerjordan.github.io/posts/muon/. The first and the last work on the chunks of a rank's share, as
-// adamw_update: u has these one after the other, from number `first` of the share on. The others work on whole
-// matrices, `size` elements each, one after the other in x. Bound by bytes.
+// https://kellerjordan.github.io/posts/muon/. The first and the last work on the chunks of a rank's
+// share, as adamw_update: u has these one after the other, from number `first` of the share on. The
+// others work on whole matrices, `size` elements each, one after the other in x. Bound by bytes.
 
 #include "update.cuh"
 
 // Grid (BLOCKS for each chunk). sums, gradients: see Gradients.
 extern "C" __global__ void __launch_bounds__(THREADS)
-muon_momentum(float* m, element* u, const float* sums, const gradient* gradients, const Chunk* chunks,
+muon_momentum(float* m, element* u, const float* sums, const gradient* gradients,
+              const Chunk* chunks,
               int rank_count, const Control* control, float momentum, int64 first) {
     const Chunk chunk = chunks[blockIdx.x / BLOCKS];
     const int within = within_chunk();
@@ -24,7 +26,8 @@ muon_momentum(float* m, element* u, const float* sums, const gradient* gradients
     for (int k = 0; k < NUMBERS; k++) {
         const float gradient = g.x[k] * control->grad_scale;
         mean.x[k] += (1.0f - momentum) * (gradient - mean.x[k]);
-        g.x[k] = (1.0f - momentum) * gradient + momentum * mean.x[k];  // Nesterov's: the gradient once more
+        // Nesterov's: the gradient once more
+        g.x[k] = (1.0f - momentum) * gradient + momentum * mean.x[k];
     }
     store_quad(m + local, mean);
     store_quad(u + local - first, g);
@@ -40,7 +43,8 @@ struct Numbers {
 };
 
 // partials (matrices, gridDim.x).
-extern "C" __global__ void __launch_bounds__(THREADS) muon_squares(float* partials, const element* x, int size) {
+extern "C" __global__ void __launch_bounds__(THREADS) muon_squares(float* partials,
+                                                                   const element* x, int size) {
     const Numbers of(size);
     float squares = 0.0f;
     for (int i = of.first; i < size; i += of.step) {
@@ -53,7 +57,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) muon_squares(float* partia
 }
 
 // Grid as muon_squares'.
-extern "C" __global__ void __launch_bounds__(THREADS) muon_normalize(element* x, const float* partials, int size) {
+extern "C" __global__ void __launch_bounds__(THREADS) muon_normalize(element* x,
+                                                                     const float* partials, int size) {
     const Numbers of(size);
     float squares = 0.0f;
     for (int i = 0; i < gridDim.x; i++) squares += partials[blockIdx.y * gridDim.x + i];
@@ -68,7 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) muon_normalize(element* x,
 
 // Grid as muon_momentum's. master, seed: as adamw_update's, but that seed 0 rounds all to nearest.
 extern "C" __global__ void __launch_bounds__(THREADS)
-muon_update(element* params, float* master, const element* u, const Chunk* chunks, const Control* control, float scale,
+muon_update(element* params, float* master, const element* u, const Chunk* chunks,
+            const Control* control, float scale,
             float decay, int seed, int64 first) {
     const Chunk chunk = chunks[blockIdx.x / BLOCKS];
     const int within = within_chunk();

@@ -1,5 +1,5 @@
-// What layer normalization and RMSNorm share: rows in the registers of their warps. layernorm.cu, rmsnorm.cu and, for
-// the forward pass in 8 bits, norm_fp8.cu have the kernels.
+// What layer normalization and RMSNorm share: rows in the registers of their warps. layernorm.cu,
+// rmsnorm.cu and, for the forward pass in 8 bits, norm_fp8.cu have the kernels.
 
 #pragma once
 
@@ -7,7 +7,8 @@
 
 constexpr int THREADS = LAYERNORM_THREADS;
 
-// ROW_WARPS warps share a row, so that what is kept of it fits into registers with two blocks per multiprocessor.
+// ROW_WARPS warps share a row, so that what is kept of it fits into registers with two blocks per
+// multiprocessor.
 constexpr int ROW_WARPS = LAYERNORM_ROW_WARPS;
 constexpr int ROW_THREADS = 32 * ROW_WARPS;
 constexpr int PACKS = (C + ROW_THREADS * PACK - 1) / (ROW_THREADS * PACK);  // per thread
@@ -19,13 +20,16 @@ static_assert(PACKS * PACK <= 32, "a thread keeps at most 32 elements of a row: 
 // The column at which this thread's pack p of a row starts; if >= C, there is none.
 __device__ inline int column(int p) { return (p * ROW_THREADS + threadIdx.x % ROW_THREADS) * PACK; }
 
-// x = inp1 + inp2, rounded, and residual =, or x = inp1 without an inp2 (without an inp1, that is 0): this thread's
-// packs of the row that begins at `start`; 0 beyond C, or unless the row exists. each(x) is called with every number.
+// x = inp1 + inp2, rounded, and residual =, or x = inp1 without an inp2 (without an inp1, that is
+// 0): this thread's packs of the row that begins at `start`; 0 beyond C, or unless the row exists.
+// each(x) is called with every number.
 template <class Each>
 __device__ __forceinline__ void residual_row(Floats (&x)[PACKS], residual_element* residual,
-                                             const residual_element* inp1, const element* inp2, int64 start,
+                                             const residual_element* inp1, const element* inp2,
+                                                 int64 start,
                                              bool exists, Each each) {
-    uint4 bits[PACKS], addends[PACKS];  // all loads are issued before the first is needed, and before any store
+    // all loads are issued before the first is needed, and before any store
+    uint4 bits[PACKS], addends[PACKS];
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
         bits[p] = addends[p] = {};
@@ -51,13 +55,16 @@ __device__ __forceinline__ void residual_row(Floats (&x)[PACKS], residual_elemen
     }
 }
 
-// A row of out, layernorm or RMSNorm, by all threads of its warps, which stay for the barriers in sum_over_warps if it
-// does not exist: put(c, y) is called for each of this thread's packs, y, from column c on. inp2 and residual may be
-// null, both or neither; RMSNorm has no mean and no bias. buffer: 1 or, in an RMSNorm, 0 and 1 in turn.
+// A row of out, layernorm or RMSNorm, by all threads of its warps, which stay for the barriers in
+// sum_over_warps if it does not exist: put(c, y) is called for each of this thread's packs, y, from
+// column c on. inp2 and residual may be null, both or neither; RMSNorm has no mean and no bias.
+// buffer: 1 or, in an RMSNorm, 0 and 1 in turn.
 template <bool RMS, class Put>
 __device__ __forceinline__ void norm_row(residual_element* residual, float* mean, float* rstd,
-                                         const residual_element* inp1, const element* inp2, const element* weight,
-                                         const element* bias, float eps, int row, bool exists, int buffer, Put put) {
+                                         const residual_element* inp1, const element* inp2,
+                                             const element* weight,
+                                         const element* bias, float eps, int row, bool exists,
+                                             int buffer, Put put) {
     Floats x[PACKS];
     float sum = 0.0f, squares = 0.0f, m = 0.0f;
     residual_row(x, residual, inp1, inp2, int64(row) * C, exists, [&](float y) {
@@ -96,8 +103,8 @@ constexpr bool AHEAD = LAYERNORM_AHEAD;
 static_assert(LAYERNORM_SHARED == (AHEAD ? 2 * 3 * ROWS * C * sizeof(element) : 0),
               "shared memory: for each of the block's rows, two buffers of three operands");
 
-// This thread's packs of a row in the backward pass, of which dinp comes in with the gradient of the residual stream,
-// or 0; what is beyond C, or in a row that does not exist, is 0.
+// This thread's packs of a row in the backward pass, of which dinp comes in with the gradient of
+// the residual stream, or 0; what is beyond C, or in a row that does not exist, is 0.
 struct Row {
     uint4 dout[PACKS], inp[PACKS], dinp[PACKS];
     int64 start;
@@ -105,19 +112,23 @@ struct Row {
     __device__ bool has(int p) const { return exists && column(p) < C; }
 };
 
-// The backward pass of a block, last row to first. each(row, statistics, sums, buffer) is called by all threads, also
-// if their row does not exist, for the barriers, with what statistics_of(row number) has returned. It writes dinp, and
-// adds to `sums`, whose sums over all threads are partials[block]. buffer: 0 and 1 in turn, for sum_over_warps.
+// The backward pass of a block, last row to first. each(row, statistics, sums, buffer) is called by
+// all threads, also if their row does not exist, for the barriers, with what statistics_of(row
+// number) has returned. It writes dinp, and adds to `sums`, whose sums over all threads are
+// partials[block]. buffer: 0 and 1 in turn, for sum_over_warps.
 template <int KINDS, class StatisticsOf, class Each>
-__device__ __forceinline__ void backward_rows(const element* dinp, float* partials, const element* dout,
+__device__ __forceinline__ void backward_rows(const element* dinp, float* partials,
+                                              const element* dout,
                                               const residual_element* inp, int add_residual, int N,
                                               StatisticsOf statistics_of, Each each) {
     const int own = threadIdx.x / ROW_THREADS;  // which of the block's ROWS rows is this thread's
     Floats sums[KINDS][PACKS] = {};
-    // Two buffers in turn, each for a row of dout, inp and dinp. A thread reads only what it copied itself: no barrier.
+    // Two buffers in turn, each for a row of dout, inp and dinp. A thread reads only what it copied
+    // itself: no barrier.
     extern __shared__ uint4 ahead[];
     const auto ahead_at = [&](int buffer, int which, int c) {
-        return reinterpret_cast<uint4*>(reinterpret_cast<element*>(ahead) + ((own * 2 + buffer) * 3 + which) * C + c);
+        return reinterpret_cast<uint4*>(reinterpret_cast<element*>(ahead)
+                                        + ((own * 2 + buffer) * 3 + which) * C + c);
     };
     decltype(statistics_of(0)) next;
     const auto fetch = [&](int row, int buffer) {
@@ -130,10 +141,13 @@ __device__ __forceinline__ void backward_rows(const element* dinp, float* partia
                 const int c = column(p);
                 if (!exists || c >= C) continue;
                 const int64 start = int64(row) * C + c;
-                copy_async(ahead_at(buffer, 0, c), reinterpret_cast<const uint4*>(dout + start), true);
-                copy_async(ahead_at(buffer, 1, c), reinterpret_cast<const uint4*>(inp + start), true);
+                copy_async(ahead_at(buffer, 0, c), reinterpret_cast<const uint4*>(dout + start),
+                           true);
+                copy_async(ahead_at(buffer, 1, c), reinterpret_cast<const uint4*>(inp + start),
+                           true);
                 if (add_residual) {
-                    copy_async(ahead_at(buffer, 2, c), reinterpret_cast<const uint4*>(dinp + start), true);
+                    copy_async(ahead_at(buffer, 2, c), reinterpret_cast<const uint4*>(dinp + start),
+                               true);
                 }
             }
             copies_commit();
@@ -141,7 +155,8 @@ __device__ __forceinline__ void backward_rows(const element* dinp, float* partia
     };
     fetch(N - 1 - (blockIdx.x * ROWS + own), 0);
 
-    for (int first = blockIdx.x * ROWS, buffer = 0; first < N; first += gridDim.x * ROWS, buffer ^= 1) {
+    for (int first = blockIdx.x * ROWS, buffer = 0; first < N;
+         first += gridDim.x * ROWS, buffer ^= 1) {
         const int number = N - 1 - (first + own);
         Row row;
         row.start = int64(number) * C;
@@ -156,7 +171,8 @@ __device__ __forceinline__ void backward_rows(const element* dinp, float* partia
             const int c = column(p);
             row.dout[p] = AHEAD ? *ahead_at(buffer, 0, c) : load_bits(dout + row.start + c);
             row.inp[p] = AHEAD ? *ahead_at(buffer, 1, c) : load_bits(inp + row.start + c);
-            if (add_residual) row.dinp[p] = AHEAD ? *ahead_at(buffer, 2, c) : load_bits(dinp + row.start + c);
+            if (add_residual)
+                row.dinp[p] = AHEAD ? *ahead_at(buffer, 2, c) : load_bits(dinp + row.start + c);
         }
         each(row, statistics, sums, buffer);
     }

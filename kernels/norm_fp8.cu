@@ -1,19 +1,22 @@
-// FP8: the forward pass of layernorm.cu or rmsnorm.cu with its result, the input of a matmul, rounded to E4M3 as by
-// quantize (fp8.cu), but from float32: plain (N,C) and transposed (C,pitch) = E4M3(out * scale), largest and counts are
-// noted. pitch: N rounded up to 16; what is beyond N becomes 0.
+// FP8: the forward pass of layernorm.cu or rmsnorm.cu with its result, the input of a matmul,
+// rounded to E4M3 as by quantize (fp8.cu), but from float32: plain (N,C) and transposed (C,pitch) =
+// E4M3(out * scale), largest and counts are noted. pitch: N rounded up to 16; what is beyond N
+// becomes 0.
 //
-// A block makes the rows of a tile, a row in the registers of its warps, and collects their bytes in shared memory: the
-// transposed copy is written 16 rows of a column at a time, side by side for whole sectors of 32 bytes. Tiles are
-// processed last to first, as rows in layernorm.cu. Bound by bytes: 4 read and 4 written for each number.
+// A block makes the rows of a tile, a row in the registers of its warps, and collects their bytes
+// in shared memory: the transposed copy is written 16 rows of a column at a time, side by side for
+// whole sectors of 32 bytes. Tiles are processed last to first, as rows in layernorm.cu. Bound by
+// bytes: 4 read and 4 written for each number.
 
 #include "fp8.cuh"
 #include "norm.cuh"
 
 constexpr int TILE_ROWS = NORM_TILE_ROWS, UNITS = TILE_ROWS / 16;
-// From one unit, 16 rows of the tile, to the next. Lanes read the same row of all units, and of each 32 / UNITS words:
-// the padding leads them to different banks.
+// From one unit, 16 rows of the tile, to the next. Lanes read the same row of all units, and of
+// each 32 / UNITS words: the padding leads them to different banks.
 constexpr int UNIT_STRIDE = 16 * C + 128 / UNITS;
-static_assert(NORM_SHARED == UNITS * UNIT_STRIDE && TILE_ROWS % ROWS == 0 && C % 16 == 0, "as launched");
+static_assert(NORM_SHARED == UNITS * UNIT_STRIDE && TILE_ROWS % ROWS == 0 && C % 16 == 0,
+              "as launched");
 
 // A block's tile of plain and transposed, each if not null.
 struct Tile {
@@ -48,7 +51,8 @@ struct Tile {
         __syncthreads();
         const int64 pitch = (N + 15) / 16 * 16;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < C / 4 * UNITS; i += THREADS) {  // 4 columns of a unit: 2t, 2t + 1, 2t + 8, 2t + 9
+        // 4 columns of a unit: 2t, 2t + 1, 2t + 8, 2t + 9
+        for (int i = threadIdx.x; i < C / 4 * UNITS; i += THREADS) {
             const int unit = i % UNITS, c = i / UNITS * 4, row = first + 16 * unit;
             if (row >= N) continue;
             const unsigned char* const from = shared_at(16 * unit, c);
@@ -62,8 +66,10 @@ struct Tile {
                     const uint32 word = *reinterpret_cast<const uint32*>(from + r * C);
                     w[k] = row + r < N ? word : 0;
                 }
-                const uint32 left[2] = {__byte_perm(w[0], w[1], 0x5140), __byte_perm(w[2], w[3], 0x5140)};
-                const uint32 right[2] = {__byte_perm(w[0], w[1], 0x7362), __byte_perm(w[2], w[3], 0x7362)};
+                const uint32 left[2] =
+                    {__byte_perm(w[0], w[1], 0x5140), __byte_perm(w[2], w[3], 0x5140)};
+                const uint32 right[2] =
+                    {__byte_perm(w[0], w[1], 0x7362), __byte_perm(w[2], w[3], 0x7362)};
                 columns[0][quad] = __byte_perm(left[0], left[1], 0x5410);
                 columns[1][quad] = __byte_perm(left[0], left[1], 0x7632);
                 columns[2][quad] = __byte_perm(right[0], right[1], 0x5410);
@@ -79,12 +85,16 @@ struct Tile {
     }
 };
 
-// Block (THREADS); grid (N / TILE_ROWS, rounded up). Shared memory: NORM_SHARED. inp2 and residual may be null, both or
-// neither; plain, transposed and largest may be null. Up to C=6144, registers are left for four blocks.
+// Block (THREADS); grid (N / TILE_ROWS, rounded up). Shared memory: NORM_SHARED. inp2 and residual
+// may be null, both or neither; plain, transposed and largest may be null. Up to C=6144, registers
+// are left for four blocks.
 extern "C" __global__ void __launch_bounds__(THREADS, PACKS * PACK <= 24 ? 4 : 1)
-residual_layernorm_forward_fp8(residual_element* residual, unsigned char* plain, unsigned char* transposed,
-                               const float* scale, int* largest, int64* counts, float* mean, float* rstd,
-                               const residual_element* inp1, const element* inp2, const element* weight,
+residual_layernorm_forward_fp8(residual_element* residual, unsigned char* plain,
+                               unsigned char* transposed,
+                               const float* scale, int* largest, int64* counts, float* mean,
+                                   float* rstd,
+                               const residual_element* inp1, const element* inp2,
+                                   const element* weight,
                                const element* bias, int N) {
     Tile tile = {plain, transposed, *scale, N};
 #pragma unroll 1
@@ -99,15 +109,18 @@ residual_layernorm_forward_fp8(residual_element* residual, unsigned char* plain,
 
 // The same.
 extern "C" __global__ void __launch_bounds__(THREADS, PACKS * PACK <= 24 ? 4 : 1)
-residual_rmsnorm_forward_fp8(residual_element* residual, unsigned char* plain, unsigned char* transposed,
+residual_rmsnorm_forward_fp8(residual_element* residual, unsigned char* plain,
+                             unsigned char* transposed,
                              const float* scale, int* largest, int64* counts, float* rstd,
-                             const residual_element* inp1, const element* inp2, const element* weight, float eps,
+                             const residual_element* inp1, const element* inp2,
+                                 const element* weight, float eps,
                              int N) {
     Tile tile = {plain, transposed, *scale, N};
 #pragma unroll 1
     for (int i = 0; i < TILE_ROWS; i += ROWS) {
         const int own = i + threadIdx.x / ROW_THREADS, row = tile.first + own;
-        norm_row<true>(residual, nullptr, rstd, inp1, inp2, weight, nullptr, eps, row, row < N, i / ROWS % 2,
+        norm_row<true>(residual, nullptr, rstd, inp1, inp2, weight, nullptr, eps, row, row < N,
+                       i / ROWS % 2,
                        [&](int c, Floats& y) { tile.put(own, c, y); });
     }
     tile.noted.publish(largest, counts);

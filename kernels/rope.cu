@@ -3,8 +3,9 @@
 //     forward   each pair of neighbours (a, b) of a query or key at position t becomes
 //               (a cos - b sin, a sin + b cos), of the pair's angle at t                     qkv = (in place)
 //
-// qkv (N,QKV), N = B*T; rope (T,HS/2) has (cos, sin). Backward is no kernel of its own: attention's gradient rotates
-// back what it stores. Nor is forward on Hopper, where the matmul before it rotates (hopper/matmul_swiglu.cu).
+// qkv (N,QKV), N = B*T; rope (T,HS/2) has (cos, sin). Backward is no kernel of its own: attention's
+// gradient rotates back what it stores. Nor is forward on Hopper, where the matmul before it
+// rotates (hopper/matmul_swiglu.cu).
 //
 // Bound by bytes: moves 2 elements for each of Q + KV channels.
 

@@ -1,5 +1,5 @@
-// The rotation of RoPE, for rope.cu and for kernels that do it in their epilogues. A row of `rope` (T,HS/2) has the
-// cosine and the sine of the angle of each pair of neighbours at that position.
+// The rotation of RoPE, for rope.cu and for kernels that do it in their epilogues. A row of `rope`
+// (T,HS/2) has the cosine and the sine of the angle of each pair of neighbours at that position.
 
 #pragma once
 
@@ -13,11 +13,14 @@ constexpr int ROTATED_PAIRS = HS / 2;
 
 // (a, b) rotated by an angle (cos, sin).
 __device__ inline float2 rotated(float a, float b, float2 angle) {
-    return {__fmaf_rn(-b, angle.y, __fmul_rn(a, angle.x)), __fmaf_rn(b, angle.x, __fmul_rn(a, angle.y))};
+    return {__fmaf_rn(-b, angle.y, __fmul_rn(a, angle.x)),
+            __fmaf_rn(b, angle.x, __fmul_rn(a, angle.y))};
 }
 // The same in place, and back: a rotation's gradient.
 __device__ inline void rotate(float& a, float& b, float2 angle) {
     const float2 pair = rotated(a, b, angle);
     a = pair.x, b = pair.y;
 }
-__device__ inline void rotate_back(float& a, float& b, float2 angle) { rotate(a, b, {angle.x, -angle.y}); }
+__device__ inline void rotate_back(float& a, float& b, float2 angle) {
+    rotate(a, b, {angle.x, -angle.y});
+}

@@ -6,15 +6,16 @@
 //
 // inp, dinp (N,2F): up, then gate; out, dout (N,F).
 //
-// Bound by bytes: forward moves 3 elements for each of out, backward 5 (6 with `out`). On Hopper, matmuls do both
-// passes in their epilogues: hopper/matmul_swiglu.cu.
+// Bound by bytes: forward moves 3 elements for each of out, backward 5 (6 with `out`). On Hopper,
+// matmuls do both passes in their epilogues: hopper/matmul_swiglu.cu.
 
 #include "swiglu.cuh"
 
 // For both kernels: one thread per pack of out; grid (N*F / PACK / 256).
 struct Place {
     int64 i, up;  // the pack's index in out, and that of its up's in inp
-    __device__ Place() : i((int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK), up(i / F * 2 * F + i % F) {}
+    __device__ Place() : i((int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK),
+        up(i / F * 2 * F + i % F) {}
 };
 
 extern "C" __global__ void swiglu_forward(element* out, const element* inp, int N) {
@@ -27,7 +28,8 @@ extern "C" __global__ void swiglu_forward(element* out, const element* inp, int 
     store(out + at.i, y);
 }
 
-extern "C" __global__ void swiglu_backward(element* dinp, element* out, const element* inp, const element* dout,
+extern "C" __global__ void swiglu_backward(element* dinp, element* out, const element* inp,
+                                           const element* dout,
                                            int N) {
     const Place at;
     if (at.i >= int64(N) * F) return;

@@ -1,11 +1,13 @@
 // out (columns, rows) = inp (rows, columns)^T.
 //
-// Hopper's tensor cores read a float32 operand from shared memory only if its inner dimension is contiguous. In a
-// weight gradient, dout^T @ inp, the inner dimension is the rows, contiguous in neither operand. If the smaller operand
-// is transposed first, cuBLASLt and this kernel together take three quarters of the time.
+// Hopper's tensor cores read a float32 operand from shared memory only if its inner dimension is
+// contiguous. In a weight gradient, dout^T @ inp, the inner dimension is the rows, contiguous in
+// neither operand. If the smaller operand is transposed first, cuBLASLt and this kernel together
+// take three quarters of the time.
 //
-// Bound by bytes: each element is read once and written once. A tile of SIDE x SIDE goes through shared memory, so that
-// reads and writes are coalesced; its rows are padded by one element against bank conflicts.
+// Bound by bytes: each element is read once and written once. A tile of SIDE x SIDE goes through
+// shared memory, so that reads and writes are coalesced; its rows are padded by one element against
+// bank conflicts.
 
 #include "common.cuh"
 

@@ -5,21 +5,24 @@
 //     add_gradients   sums += the gradients of a micro-batch of each rank                  sums = (+= if not first)
 //     global_norm     partials[chunk] = the sum of squares of the gradients of a chunk     partials =
 //     prepare_update  computes what all threads of adamw_update need; reports to the host  control =, reports =,
-//                                                                                          recent +=
+//                                                                                          recent
+//                                                                                          +=
 //     adamw_update    m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g^2
 //                     params *= 1 - learning_rate * decay
 //                     params -= rate * m / (sqrt(v) + eps)                                 params, master, m, v =
 //     round_weights   params = float32 weights, rounded to nearest                         params =
 //
-// AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101, with the bias corrections in rate and eps, as in
-// train_gpt2.py. What changes from step to step is in the GPU's memory: one captured CUDA graph serves every step.
+// AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101, with the bias corrections in
+// rate and eps, as in train_gpt2.py. What changes from step to step is in the GPU's memory: one
+// captured CUDA graph serves every step.
 //
-// The parameters are cut into chunks (llmc/gpu/shares.py). A rank owns some of them (on one GPU, all), and stores their
-// master, m, v and gradient sums, one chunk after the other. The gradients of an update are those of the last
-// micro-batch of each rank and, with several micro-batches, the sums of the earlier ones; added as they are read.
+// The parameters are cut into chunks (llmc/gpu/shares.py). A rank owns some of them (on one GPU,
+// all), and stores their master, m, v and gradient sums, one chunk after the other. The gradients
+// of an update are those of the last micro-batch of each rank and, with several micro-batches, the
+// sums of the earlier ones; added as they are read.
 //
-// Bound by bytes: on one GPU, with one micro-batch, adamw_update reads 16 bytes and writes 12 per float32 parameter;
-// for bfloat16 parameters with a float32 master copy, 14 and 14.
+// Bound by bytes: on one GPU, with one micro-batch, adamw_update reads 16 bytes and writes 12 per
+// float32 parameter; for bfloat16 parameters with a float32 master copy, 14 and 14.
 
 #include "update.cuh"
 
@@ -34,14 +37,17 @@ struct Recent {  // RECENT of llmc/outliers.py
     float values[WINDOW];  // value n is at n % WINDOW
 };
 
-// Copy the words from `begin` to `end` - 1. batch: as batch_table of llmc/gpu/batch.py; pinned: two halves.
-extern "C" __global__ void copy_batch(int* batch, const int* pinned, const Control* control, int words, int begin,
+// Copy the words from `begin` to `end` - 1. batch: as batch_table of llmc/gpu/batch.py; pinned: two
+// halves.
+extern "C" __global__ void copy_batch(int* batch, const int* pinned, const Control* control,
+                                      int words, int begin,
                                       int end) {
     const int i = begin + blockIdx.x * blockDim.x + threadIdx.x;
     if (i < end) batch[i] = pinned[control->steps_begun % 2 * words + i];
 }
 
-// One block (UPDATE_LOSS_THREADS). loss (1), losses (N). scale: 1 / (N * micro-batches in the update).
+// One block (UPDATE_LOSS_THREADS). loss (1), losses (N). scale: 1 / (N * micro-batches in the
+// update).
 extern "C" __global__ void __launch_bounds__(UPDATE_LOSS_THREADS)
 loss_mean(float* loss, const float* losses, float scale, int N) {
     float sum = 0.0f;
@@ -52,7 +58,8 @@ loss_mean(float* loss, const float* losses, float scale, int N) {
 
 // Block (THREADS); grid (chunks). sums (elements of the chunks); gradients: see Chunk.
 extern "C" __global__ void __launch_bounds__(THREADS)
-add_gradients(float* sums, const gradient* gradients, const Chunk* chunks, int rank_count, int first) {
+add_gradients(float* sums, const gradient* gradients, const Chunk* chunks, int rank_count,
+              int first) {
     const Chunk chunk = chunks[blockIdx.x];
     const Gradients all = {first ? nullptr : sums, gradients, rank_count};
 #pragma unroll 2
@@ -92,12 +99,15 @@ __device__ inline float z_score(Recent* recent, float x) {
     return variance > 0.0 ? (x - mean) / sqrt(variance) : 0.0;
 }
 
-// One block (THREADS). losses (micro_steps): of the micro-batches, each divided by their number. partials (chunks);
-// chunks = 0: the norm is not computed. grad_clip = 0: no clipping. skip_loss, skip_norm: z-scores, among the
-// `recent` losses and norms, above which an update is an outlier and is skipped (0: none is).
+// One block (THREADS). losses (micro_steps): of the micro-batches, each divided by their number.
+// partials (chunks); chunks = 0: the norm is not computed. grad_clip = 0: no clipping. skip_loss,
+// skip_norm: z-scores, among the `recent` losses and norms, above which an update is an outlier and
+// is skipped (0: none is).
 extern "C" __global__ void __launch_bounds__(THREADS)
-prepare_update(Control* control, Report* reports, const float* losses, const float* partials, const int* batch,
-               double beta1, double beta2, double eps, float grad_clip, int micro_steps, int chunks, Recent* recent,
+prepare_update(Control* control, Report* reports, const float* losses, const float* partials,
+               const int* batch,
+               double beta1, double beta2, double eps, float grad_clip, int micro_steps, int chunks,
+                   Recent* recent,
                float skip_loss, float skip_norm) {
     float squares = 0.0f;
 #pragma unroll 8
@@ -112,7 +122,8 @@ prepare_update(Control* control, Report* reports, const float* losses, const flo
         report.loss_z = z_score(&recent[0], loss);
         report.norm_z = z_score(&recent[1], norm);
     }
-    control->skipped = skip_loss && report.loss_z > skip_loss || skip_norm && report.norm_z > skip_norm;
+    control->skipped = skip_loss && report.loss_z > skip_loss || skip_norm
+        && report.norm_z > skip_norm;
     if (!isfinite(loss) || !isfinite(norm) && !control->skipped) control->halted = 1;
     if (!control->halted) control->step += 1;
     const double correction2 = sqrt(1.0 - pow(beta2, double(control->step)));
@@ -124,13 +135,16 @@ prepare_update(Control* control, Report* reports, const float* losses, const flo
     control->steps_begun += 1;
 }
 
-// A thread updates NUMBERS parameters; block (THREADS); grid (BLOCKS for each chunk). params (parameters); master, m, v
-// (elements of the chunks); sums, gradients: see Gradients. master: the float32 weights of which params are a rounded
-// copy, or null. seed: for stochastic rounding; 0: round to nearest, except the weights of layernorms. They begin at 1,
-// where bfloat16's steps are 1/256 and 1/128: to nearest, they would stay there: doc/long_run.md.
+// A thread updates NUMBERS parameters; block (THREADS); grid (BLOCKS for each chunk). params
+// (parameters); master, m, v (elements of the chunks); sums, gradients: see Gradients. master: the
+// float32 weights of which params are a rounded copy, or null. seed: for stochastic rounding; 0:
+// round to nearest, except the weights of layernorms. They begin at 1, where bfloat16's steps are
+// 1/256 and 1/128: to nearest, they would stay there: doc/long_run.md.
 extern "C" __global__ void __launch_bounds__(THREADS)
-adamw_update(element* params, float* master, float* m, float* v, const float* sums, const gradient* gradients,
-             const Chunk* chunks, int rank_count, const Control* control, float beta2, float one_minus_beta1,
+adamw_update(element* params, float* master, float* m, float* v, const float* sums,
+             const gradient* gradients,
+             const Chunk* chunks, int rank_count, const Control* control, float beta2,
+                 float one_minus_beta1,
              float one_minus_beta2, int seed) {
     const Chunk chunk = chunks[blockIdx.x / BLOCKS];
     const int within = within_chunk();
@@ -140,7 +154,8 @@ adamw_update(element* params, float* master, float* m, float* v, const float* su
     Quad mean = load_quad(m + local), square = load_quad(v + local);
     const Quad g = Gradients{sums, gradients, rank_count}(chunk, within);
     const float keep = 1.0f - control->learning_rate * chunk.rate * chunk.decay;
-    const float rate = control->rate * chunk.rate, eps = control->eps, grad_scale = control->grad_scale;
+    const float rate = control->rate * chunk.rate, eps = control->eps,
+        grad_scale = control->grad_scale;
 #pragma unroll
     for (int k = 0; k < NUMBERS; k++) {
         const float gradient = g.x[k] * grad_scale;
@@ -156,7 +171,8 @@ adamw_update(element* params, float* master, float* m, float* v, const float* su
 }
 
 // params = exact, rounded to nearest. One thread per pack; grid (N / PACK / THREADS).
-extern "C" __global__ void __launch_bounds__(THREADS) round_weights(element* params, const float* exact, int64 N) {
+extern "C" __global__ void __launch_bounds__(THREADS) round_weights(element* params,
+                                                                    const float* exact, int64 N) {
     const int64 i = (int64(blockIdx.x) * THREADS + threadIdx.x) * PACK;
     if (i < N) store(params + i, load(exact + i));
 }

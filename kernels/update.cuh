@@ -1,4 +1,5 @@
-// What the optimizers' kernels share: what changes from step to step, a rank's chunks, their gradients, rounding.
+// What the optimizers' kernels share: what changes from step to step, a rank's chunks, their
+// gradients, rounding.
 
 #pragma once
 
@@ -29,8 +30,9 @@ struct Chunk {       // CHUNKS of llmc/gpu/shares.py
     int at_random;   // 1: always rounded stochastically (weights of layernorms)
 };
 
-// Four numbers, 16 bytes of float32 or 8 of bfloat16: what a thread works on at once. Even in a bfloat16 run, six of
-// seven bytes that adamw_update moves are float32, of which 8 numbers per thread would not be contiguous in a warp.
+// Four numbers, 16 bytes of float32 or 8 of bfloat16: what a thread works on at once. Even in a
+// bfloat16 run, six of seven bytes that adamw_update moves are float32, of which 8 numbers per
+// thread would not be contiguous in a warp.
 constexpr int NUMBERS = UPDATE_ADAMW_NUMBERS;
 struct Quad {
     float x[4];
@@ -38,7 +40,9 @@ struct Quad {
 static_assert(NUMBERS * sizeof(float) == sizeof(Quad), "a thread works on one Quad");
 static_assert(UPDATE_CHUNK % (THREADS * NUMBERS) == 0, "whole blocks work on a chunk");
 constexpr int BLOCKS = UPDATE_CHUNK / (THREADS * NUMBERS);  // of a chunk, in adamw_update's grid
-__device__ inline int within_chunk() { return (blockIdx.x % BLOCKS * THREADS + threadIdx.x) * NUMBERS; }
+__device__ inline int within_chunk() {
+    return (blockIdx.x % BLOCKS * THREADS + threadIdx.x) * NUMBERS;
+}
 
 __device__ inline Quad load_quad(const float* at) {
     const float4 four = *reinterpret_cast<const float4*>(at);
@@ -54,7 +58,8 @@ __device__ inline Quad load_quad(const __nv_bfloat16* at) {
     return {low.x, low.y, high.x, high.y};
 }
 __device__ inline void store_quad(__nv_bfloat16* at, const Quad& values) {
-    *reinterpret_cast<uint2*>(at) = {as_pair(values.x[0], values.x[1]), as_pair(values.x[2], values.x[3])};
+    *reinterpret_cast<uint2*>(at) =
+        {as_pair(values.x[0], values.x[1]), as_pair(values.x[2], values.x[3])};
 }
 #endif
 
@@ -66,8 +71,9 @@ __device__ inline float block_sum(float x) {
     return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.0f);
 }
 
-// A rank's gradients for an update. sums (elements of its chunks): of earlier micro-batches, or null; gradients: the
-// last ones of all ranks, see Chunk. They are added in the order of the ranks, which is that of their micro-batches.
+// A rank's gradients for an update. sums (elements of its chunks): of earlier micro-batches, or
+// null; gradients: the last ones of all ranks, see Chunk. They are added in the order of the ranks,
+// which is that of their micro-batches.
 struct Gradients {
     const float* sums;
     const gradient* gradients;
@@ -86,9 +92,9 @@ struct Gradients {
     }
 };
 
-// x rounded to one of the two adjacent bfloat16 numbers, the nearer one with the higher probability, so that the
-// expected value is x: 16 random bits are added below the last bit that is kept, and the rest is truncated. inf and NaN
-// stay: a carry could turn NaN into -0.
+// x rounded to one of the two adjacent bfloat16 numbers, the nearer one with the higher
+// probability, so that the expected value is x: 16 random bits are added below the last bit that is
+// kept, and the rest is truncated. inf and NaN stay: a carry could turn NaN into -0.
 __device__ inline float round_stochastically(float x, uint32 random16) {
     return isfinite(x) ? __uint_as_float(__float_as_uint(x) + random16 & 0xffff0000) : x;
 }

@@ -241,7 +241,7 @@ KERNEL_FAULTS = {
     "wpe's last position lost": ("encoder.cu", "if (t < T) add_rows", "if (t < T - 1) add_rows",
                                  "dwpe"),
     "wte: one position of a token lost": (
-        "encoder.cu", "piece_begins[min(i + 1, N)], p", "piece_begins[min(i + 1, N)] - 1, p",
+        "encoder.cu", "piece_begins[min(i + 1, N)],", "piece_begins[min(i + 1, N)] - 1,",
         "dwte"),
     "softmax with a padded column": ("classifier.cu", "v + k >= V) from_float",
                                      "v + k > V) from_float", "losses"),

@@ -1,25 +1,27 @@
-// Causal attention, forward and backward, from one thread per row to the tensor cores. RESULTS.md has what each rung
-// measured.
+// Causal attention, forward and backward, from one thread per row to the tensor cores. RESULTS.md
+// has what each rung measured.
 //
 //     forward   S = query @ key^T / sqrt(HS), only keys up to the query;  lse = log(sum over keys of exp(S))
 //               P = exp(S - lse);  out = P @ value                                             out =, lse =
 //     backward  D = sum over HS of dout * out;  dP = dout @ value^T;  dS = P * (dP - D) / sqrt(HS)
 //               dquery = dS @ key;  dkey = dS^T @ query;  dvalue = P^T @ dout                  dinp =, D =
 //
-// inp, dinp (B,T,3C): query, key, value side by side, each NH heads of HS. out, dout (B,T,C). lse, D (B,NH,T) float32.
-// lse is all that the backward pass needs of the softmax; D is the row sum of P * dP, which the derivative of softmax
-// needs.
+// inp, dinp (B,T,3C): query, key, value side by side, each NH heads of HS. out, dout (B,T,C). lse,
+// D (B,NH,T) float32. lse is all that the backward pass needs of the softmax; D is the row sum of P
+// * dP, which the derivative of softmax needs.
 //
-// Bound by operations: two matmuls forward, five backward, of 2 * HS operations for each of the T * (T + 1) / 2 pairs
-// of a head, while the tensors are read and written once. Two rungs are live: mma_sync, in kernels/attention.cu, and
-// wgmma, in kernels/hopper/attention.cu, where four warps multiply together and their tiles stay in shared memory.
-// attention_hopper.cu in this folder is the step from one to the other.
+// Bound by operations: two matmuls forward, five backward, of 2 * HS operations for each of the T *
+// (T + 1) / 2 pairs of a head, while the tensors are read and written once. Two rungs are live:
+// mma_sync, in kernels/attention.cu, and wgmma, in kernels/hopper/attention.cu, where four warps
+// multiply together and their tiles stay in shared memory. attention_hopper.cu in this folder is
+// the step from one to the other.
 
 #include "mma.cuh"
 
 __device__ inline float scale() { return 1.0f / sqrtf(float(HS)); }  // a constant to the compiler
 
-// Row t of one head's queries (part 0), keys (1) or values (2) in inp or dinp (B,T,3C). The row stride is 3 * C.
+// Row t of one head's queries (part 0), keys (1) or values (2) in inp or dinp (B,T,3C). The row
+// stride is 3 * C.
 template <class E>
 __device__ inline E* head_in(E* inp, int part, int b, int h, int T, int t = 0) {
     return inp + ((int64(b) * T + t) * 3 + part) * C + h * HS;
@@ -31,7 +33,8 @@ __device__ inline E* head_out(E* out, int b, int h, int T, int t = 0) {
     return out + (int64(b) * T + t) * C + h * HS;
 }
 
-// A thread's part of a row of HS numbers that LANES neighboring threads share: fours lane, lane + LANES, ...
+// A thread's part of a row of HS numbers that LANES neighboring threads share: fours lane, lane +
+// LANES, ...
 template <int LANES>
 struct Part {
     static_assert(HS % (4 * LANES) == 0, "threads share a row in units of four floats");
@@ -44,7 +47,8 @@ __device__ inline Part<LANES> load_part(const element* row, float factor) {
 #pragma unroll
     for (int u = 0; u < HS / 4 / LANES; u++) {
         const element* from = row + (LANES * u + threadIdx.x % LANES) * 4;
-        part.x[u] = {to_float(from[0]) * factor, to_float(from[1]) * factor, to_float(from[2]) * factor,
+        part.x[u] = {to_float(from[0]) * factor, to_float(from[1]) * factor,
+                     to_float(from[2]) * factor,
                      to_float(from[3]) * factor};
     }
     return part;
@@ -81,27 +85,30 @@ __device__ inline void add(Part<LANES>& sums, float factor, const float4* row) {
 #pragma unroll
     for (int u = 0; u < HS / 4 / LANES; u++) {
         const float4 s = sums.x[u], b = row[LANES * u + threadIdx.x % LANES];
-        sums.x[u] = {s.x + factor * b.x, s.y + factor * b.y, s.z + factor * b.z, s.w + factor * b.w};
+        sums.x[u] = {s.x + factor * b.x, s.y + factor * b.y, s.z + factor * b.z,
+                     s.w + factor * b.w};
     }
 }
 
 constexpr int TILE = 32;  // rows that pass through shared memory at once
 
-// Load rows first .. first + TILE - 1 of a head to shared memory; past the end of the sequence, its last row again,
-// which is not used.
-__device__ inline void load_rows(float4 (*tile)[HS / 4], const element* head, int row_stride, int first, int T) {
+// Load rows first .. first + TILE - 1 of a head to shared memory; past the end of the sequence, its
+// last row again, which is not used.
+__device__ inline void load_rows(float4 (*tile)[HS / 4], const element* head, int row_stride,
+                                 int first, int T) {
     for (int i = threadIdx.x; i < TILE * HS / PACK; i += blockDim.x) {
         const int r = i / (HS / PACK), c = i % (HS / PACK) * PACK;
-        store(reinterpret_cast<float*>(tile[r]) + c, load(head + int64(min(first + r, T - 1)) * row_stride + c));
+        store(reinterpret_cast<float*>(tile[r]) + c,
+              load(head + int64(min(first + r, T - 1)) * row_stride + c));
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // forward
 
-// thread_a_row. The formula, one thread per query: one loop over the keys for the maximum score, a second one for the
-// sums, which recomputes the scores. Nothing is tiled: every product reads both its numbers from memory or the cache.
-// Block (any size up to 256), grid (T / block, NH, B).
+// thread_a_row. The formula, one thread per query: one loop over the keys for the maximum score, a
+// second one for the sums, which recomputes the scores. Nothing is tiled: every product reads both
+// its numbers from memory or the cache. Block (any size up to 256), grid (T / block, NH, B).
 extern "C" __global__ void __launch_bounds__(256)
 attention_forward_thread_a_row(element* out, float* lse, const element* inp, int T) {
     const int t = blockIdx.x * blockDim.x + threadIdx.x, h = blockIdx.y, b = blockIdx.z;
@@ -130,12 +137,13 @@ attention_forward_thread_a_row(element* out, float* lse, const element* inp, int
     lse[(int64(b) * NH + h) * T + t] = largest + logf(total);
 }
 
-// online. One loop over the keys, and no (T,T) matrix: when a larger score turns up, the sums so far are scaled down
-// (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). A thread keeps its query and its sums in registers;
-// keys and values pass through shared memory, in tiles that all rows of the block share. Tiles of keys after the last
-// query are skipped. The limit is now the CUDA cores: one multiply-add per thread and cycle. No faster in bfloat16 than
-// in float32, since all arithmetic is float32.
-// Block (any size up to 256), grid (T / block, NH, B).
+// online. One loop over the keys, and no (T,T) matrix: when a larger score turns up, the sums so
+// far are scaled down
+// (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). A thread keeps its query and its
+// sums in registers; keys and values pass through shared memory, in tiles that all rows of the
+// block share. Tiles of keys after the last query are skipped. The limit is now the CUDA cores: one
+// multiply-add per thread and cycle. No faster in bfloat16 than in float32, since all arithmetic is
+// float32. Block (any size up to 256), grid (T / block, NH, B).
 extern "C" __global__ void __launch_bounds__(256)
 attention_forward_online(element* out, float* lse, const element* inp, int T) {
     __shared__ float4 keys[TILE][HS / 4], values[TILE][HS / 4];
@@ -149,14 +157,16 @@ attention_forward_online(element* out, float* lse, const element* inp, int T) {
         load_rows(keys, head_in(inp, 1, b, h, T), 3 * C, first, T);
         load_rows(values, head_in(inp, 2, b, h, T), 3 * C, first, T);
         __syncthreads();
-        const int count = t > last ? 0 : min(TILE, t - first + 1);  // keys of this tile that this query may see
+        // keys of this tile that this query may see
+        const int count = t > last ? 0 : min(TILE, t - first + 1);
         for (int k = 0; k < count; k++) {
             const float score = dot(query, keys[k]);
             if (score > largest) {  // rare, once some keys have been seen
                 const float factor = expf(largest - score);
                 total *= factor;
 #pragma unroll
-                for (float4& x : sums.x) x = {x.x * factor, x.y * factor, x.z * factor, x.w * factor};
+                for (float4& x : sums.x)
+                    x = {x.x * factor, x.y * factor, x.z * factor, x.w * factor};
                 largest = score;
             }
             const float p = expf(score - largest);
@@ -169,10 +179,11 @@ attention_forward_online(element* out, float* lse, const element* inp, int T) {
     lse[(int64(b) * NH + h) * T + t] = largest + logf(total);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // backward
 
-// For all rungs but the live ones: D, one warp per row of a head. Block (256), grid (B * NH * T / 8).
+// For all rungs but the live ones: D, one warp per row of a head. Block (256), grid (B * NH * T /
+// 8).
 extern "C" __global__ void __launch_bounds__(256)
 attention_backward_row_sums(float* D, const element* dout, const element* out, int rows, int T) {
     const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -185,22 +196,24 @@ attention_backward_row_sums(float* D, const element* dout, const element* out, i
     if (lane == 0) D[row] = sum;
 }
 
-// thread_a_row. The formulas, in two loops: one thread per query goes over the keys that it sees and sums dquery, then
-// one thread per key goes over the queries that see it and sums dkey and dvalue. P and dS of a pair are computed in
-// both, so there are seven matmuls instead of five, but none of the masked half, and no (T,T) matrix. Nothing is in
-// shared memory: every product reads both its numbers from memory or the cache, and neighboring threads read rows 3C
-// apart.
+// thread_a_row. The formulas, in two loops: one thread per query goes over the keys that it sees
+// and sums dquery, then one thread per key goes over the queries that see it and sums dkey and
+// dvalue. P and dS of a pair are computed in both, so there are seven matmuls instead of five, but
+// none of the masked half, and no (T,T) matrix. Nothing is in shared memory: every product reads
+// both its numbers from memory or the cache, and neighboring threads read rows 3C apart.
 // Both: block (any size up to 256), grid (T / block, NH, B).
 __device__ inline float row_product(const element* a, const element* b) {
     float sum = 0.0f;
-// fully unrolled, the compiler would keep the thread's own rows in registers, where the sums leave no room
+// fully unrolled, the compiler would keep the thread's own rows in registers, where the sums leave
+// no room
 #pragma unroll 8
     for (int c = 0; c < HS; c++) sum += to_float(a[c]) * to_float(b[c]);
     return sum;
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-attention_backward_dquery_thread_a_row(element* dinp, const element* dout, const element* inp, const float* lse,
+attention_backward_dquery_thread_a_row(element* dinp, const element* dout, const element* inp,
+                                       const float* lse,
                                        const float* D, int T) {
     const int t = blockIdx.x * blockDim.x + threadIdx.x, h = blockIdx.y, b = blockIdx.z;
     if (t >= T) return;
@@ -220,7 +233,8 @@ attention_backward_dquery_thread_a_row(element* dinp, const element* dout, const
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-attention_backward_dkv_thread_a_row(element* dinp, const element* dout, const element* inp, const float* lse,
+attention_backward_dkv_thread_a_row(element* dinp, const element* dout, const element* inp,
+                                    const float* lse,
                                     const float* D, int T) {
     const int k = blockIdx.x * blockDim.x + threadIdx.x, h = blockIdx.y, b = blockIdx.z;
     if (k >= T) return;
@@ -245,16 +259,18 @@ attention_backward_dkv_thread_a_row(element* dinp, const element* dout, const el
     }
 }
 
-// recompute. The same two loops, but a thread keeps its own rows in registers, and the other operand passes through
-// shared memory, in tiles that all rows of the block share. Four neighboring threads share a row, since four rows of
-// HS do not fit into the registers of one.
+// recompute. The same two loops, but a thread keeps its own rows in registers, and the other
+// operand passes through shared memory, in tiles that all rows of the block share. Four neighboring
+// threads share a row, since four rows of HS do not fit into the registers of one.
 // Both: block (any multiple of 32 up to 256), grid (T / (block / 4), NH, B).
 
 extern "C" __global__ void __launch_bounds__(256)
-attention_backward_dquery_recompute(element* dinp, const element* dout, const element* inp, const float* lse,
+attention_backward_dquery_recompute(element* dinp, const element* dout, const element* inp,
+                                    const float* lse,
                                     const float* D, int T) {
     __shared__ float4 keys[TILE][HS / 4], values[TILE][HS / 4];
-    const int rows = blockDim.x / 4, t = blockIdx.x * rows + threadIdx.x / 4, h = blockIdx.y, b = blockIdx.z;
+    const int rows = blockDim.x / 4, t = blockIdx.x * rows + threadIdx.x / 4, h = blockIdx.y,
+        b = blockIdx.z;
     // threads beyond the last query repeat its work
     const int last = min(T, int(blockIdx.x + 1) * rows) - 1, mine = min(t, last);
     const int64 row = (int64(b) * NH + h) * T + mine;
@@ -267,7 +283,8 @@ attention_backward_dquery_recompute(element* dinp, const element* dout, const el
         load_rows(keys, head_in(inp, 1, b, h, T), 3 * C, first, T);
         load_rows(values, head_in(inp, 2, b, h, T), 3 * C, first, T);
         __syncthreads();
-        const int count = min(TILE, last - first + 1);  // the same for all threads, because of the sums over four
+        // the same for all threads, because of the sums over four
+        const int count = min(TILE, last - first + 1);
         for (int k = 0; k < count; k++) {
             const float s = dot(query, keys[k]) * scale(), dp = dot(d, values[k]);
             const float p = first + k <= mine ? expf(s - row_lse) : 0.0f;
@@ -278,10 +295,12 @@ attention_backward_dquery_recompute(element* dinp, const element* dout, const el
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-attention_backward_dkv_recompute(element* dinp, const element* dout, const element* inp, const float* lse,
+attention_backward_dkv_recompute(element* dinp, const element* dout, const element* inp,
+                                 const float* lse,
                                  const float* D, int T) {
     __shared__ float4 queries[TILE][HS / 4], douts[TILE][HS / 4];
-    const int rows = blockDim.x / 4, k = blockIdx.x * rows + threadIdx.x / 4, h = blockIdx.y, b = blockIdx.z;
+    const int rows = blockDim.x / 4, k = blockIdx.x * rows + threadIdx.x / 4, h = blockIdx.y,
+        b = blockIdx.z;
     const int mine = min(k, T - 1);
     const int64 head = (int64(b) * NH + h) * T;
     const Part<4> key = load_part<4>(head_in(inp, 1, b, h, T, mine), 1.0f);
@@ -307,8 +326,9 @@ attention_backward_dkv_recompute(element* dinp, const element* dout, const eleme
     store_part(head_in(dinp, 2, b, h, T, k), dvalue, 1.0f);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// mma_sync: kernels/attention.cu, the live kernels of all GPUs but Hopper. A warp multiplies 16 or 32 rows by the tiles
-// that pass through shared memory, and P and dS stay in registers, as the next matmul needs them. A tensor core
-// instruction does thousands of operations, any other one 64, and the next tile is copied while this one is worked on.
-// The kernel of dquery also computes D; partials (3C for every 64 rows) are the column sums for the bias gradient.
+// -------------------------------------------------------------------------------------------------
+// mma_sync: kernels/attention.cu, the live kernels of all GPUs but Hopper. A warp multiplies 16 or
+// 32 rows by the tiles that pass through shared memory, and P and dS stay in registers, as the next
+// matmul needs them. A tensor core instruction does thousands of operations, any other one 64, and
+// the next tile is copied while this one is worked on. The kernel of dquery also computes D;
+// partials (3C for every 64 rows) are the column sums for the bias gradient.

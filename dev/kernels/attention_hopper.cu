@@ -1,12 +1,14 @@
-// The step between mma_sync and the live kernel with Hopper's own instructions (sm_90a), heads of 64, bfloat16: what
-// kernels/hopper/attention.cu does, one thing at a time. Formulas and shapes are those of attention.cu.
+// The step between mma_sync and the live kernel with Hopper's own instructions (sm_90a), heads of
+// 64, bfloat16: what kernels/hopper/attention.cu does, one thing at a time. Formulas and shapes are
+// those of attention.cu.
 //
-// warpgroup. The four warps of a block multiply together: wgmma takes 64 rows as A, 16 from each warp's registers, and
-// B from shared memory, which the tensor core reads by a descriptor; no thread loads it. One thread issues TMA loads of
-// key and value, tiles of 64 rows. Every step waits for the one before: load, S = query @ key^T, softmax, out += P @
-// value, the next load. Other blocks on the multiprocessor use the idle time. The live kernel has a warpgroup that
-// loads ahead, and issues the next S before it waits for P @ value.
-// Block (128); grid (NH, T / 64, B), blocks with the most keys first. Boxes of the map: 64 x 64.
+// warpgroup. The four warps of a block multiply together: wgmma takes 64 rows as A, 16 from each
+// warp's registers, and B from shared memory, which the tensor core reads by a descriptor; no
+// thread loads it. One thread issues TMA loads of key and value, tiles of 64 rows. Every step waits
+// for the one before: load, S = query @ key^T, softmax, out += P @ value, the next load. Other
+// blocks on the multiprocessor use the idle time. The live kernel has a warpgroup that loads ahead,
+// and issues the next S before it waits for P @ value. Block (128); grid (NH, T / 64, B), blocks
+// with the most keys first. Boxes of the map: 64 x 64.
 
 #include "hopper/hopper.cuh"
 #include "mma.cuh"
@@ -17,12 +19,14 @@
 constexpr int KEYS = 64;                  // per tile
 constexpr float TO_LOG2 = LOG2E / 8.0f;   // 8 = sqrt(HS)
 
-__device__ __forceinline__ void warpgroup_forward(element* out, float* lse, const element* inp, int T,
+__device__ __forceinline__ void warpgroup_forward(element* out, float* lse, const element* inp,
+                                                  int T,
                                                   const TensorMap& map) {
     __shared__ __align__(1024) element key[KEYS * HS], value[KEYS * HS];
     __shared__ Mbarrier tile_full;
     const int h = blockIdx.x, b = blockIdx.z, first = (gridDim.y - 1 - blockIdx.y) * 64;
-    const int warp_row = first + threadIdx.x / 32 * 16, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int warp_row = first + threadIdx.x / 32 * 16, g = threadIdx.x % 32 / 4,
+        t = threadIdx.x % 4;
     if (threadIdx.x == 0) {
         mbarrier_init(&tile_full, 1);
         fence_mbarrier_init();
@@ -41,7 +45,8 @@ __device__ __forceinline__ void warpgroup_forward(element* out, float* lse, cons
         }
         mbarrier_wait(&tile_full, i & 1);
 
-        // S = query @ key^T: the columns of key are the inner dimension, 16 of them (32 bytes) per instruction.
+        // S = query @ key^T: the columns of key are the inner dimension, 16 of them (32 bytes) per
+        // instruction.
         fence_operand(s);
         wgmma_fence();
 #pragma unroll
@@ -60,7 +65,8 @@ __device__ __forceinline__ void warpgroup_forward(element* out, float* lse, cons
 #pragma unroll
         for (int j = 0; j < HS / 2; j++) o[j] *= rescale[j % 4 / 2];
 
-        // out += P @ value: the rows of value are the inner dimension, 16 of them (2048 bytes) per instruction.
+        // out += P @ value: the rows of value are the inner dimension, 16 of them (2048 bytes) per
+        // instruction.
         fence_operand(o);
         wgmma_fence();
 #pragma unroll

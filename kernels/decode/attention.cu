@@ -1,16 +1,20 @@
-// Attention of each row's query to all positions of its sequence so far, atty = softmax(query @ keys^T / sqrt(HS)) @
-// values; query head h reads key and value head h / (NH / NKV). With MODEL_QK_SCALE, queries and keys are normalized as
-// they are read, and their product is multiplied by that, not by 1 / sqrt(HS). A block has SPLIT positions of a head at
-// a time; of a head's blocks, the last to finish merges all parts, in order. Reading keys and values bounds it.
+// Attention of each row's query to all positions of its sequence so far, atty = softmax(query @
+// keys^T / sqrt(HS)) @ values; query head h reads key and value head h / (NH / NKV). With
+// MODEL_QK_SCALE, queries and keys are normalized as they are read, and their product is multiplied
+// by that, not by 1 / sqrt(HS). A block has SPLIT positions of a head at a time; of a head's
+// blocks, the last to finish merges all parts, in order. Reading keys and values bounds it.
 
 #include "decode/step.cuh"
 
 constexpr int SPLIT = DECODE_SPLIT;
 constexpr int ROW_LANES = DECODE_ROW_LANES, ROWS_AT_ONCE = 32 / ROW_LANES;  // of a warp
-constexpr int COUNT = SPLIT / (WARPS * ROWS_AT_ONCE);                       // positions of a group of lanes
-constexpr int PART = HS + 4;  // floats: the largest score, the sum of p = exp(score - largest); from 4 on, of p * value
+// positions of a group of lanes
+constexpr int COUNT = SPLIT / (WARPS * ROWS_AT_ONCE);
+// floats: the largest score, the sum of p = exp(score - largest); from 4 on, of p * value
+constexpr int PART = HS + 4;
 
-static_assert(ROW_LANES * PACK >= HS && THREADS >= HS, "a lane for each 16 bytes, a thread a channel");
+static_assert(ROW_LANES * PACK >= HS && THREADS >= HS,
+              "a lane for each 16 bytes, a thread a channel");
 static_assert(SPLIT % (WARPS * ROWS_AT_ONCE) == 0, "all warps have equally many positions");
 
 // x * y, by the lanes that share a row.
@@ -19,7 +23,8 @@ __device__ inline float dot_product(const Floats& x, const Floats& y) {
 #pragma unroll
     for (int e = 0; e < PACK; e++) sum += x.x[e] * y.x[e];
 #pragma unroll
-    for (int distance = ROW_LANES / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+    for (int distance = ROW_LANES / 2; distance > 0; distance /= 2)
+        sum += __shfl_xor_sync(0xffffffff, sum, distance);
     return sum;
 }
 
@@ -35,7 +40,8 @@ __device__ inline float score_of(const Floats& query, const Floats& key) {
 
 // Merges `count` parts, each thread for a channel. read(i): float i of the parts.
 template <class Read>
-__device__ inline void merge_parts(const Read& read, int count, float& largest, float& sum, float& out) {
+__device__ inline void merge_parts(const Read& read, int count, float& largest, float& sum,
+                                   float& out) {
     largest = -INFINITE, sum = out = 0.0f;
 #pragma unroll 4
     for (int i = 0; i < count; i++) largest = fmaxf(largest, read(i * PART));
@@ -47,19 +53,24 @@ __device__ inline void merge_parts(const Read& read, int count, float& largest, 
     }
 }
 
-// Block (THREADS); grid (NH, up to maxT / SPLIT, N). parts (N,NH,maxT / SPLIT rounded up,PART): scratch; arrived (N,NH)
-// is 0 before and after. Values are copied to shared memory, 16 bytes COUNT times for each thread, rather than held in
-// registers, so that a multiprocessor has room for three blocks.
+// Block (THREADS); grid (NH, up to maxT / SPLIT, N). parts (N,NH,maxT / SPLIT rounded up,PART):
+// scratch; arrived (N,NH) is 0 before and after. Values are copied to shared memory, 16 bytes COUNT
+// times for each thread, rather than held in registers, so that a multiprocessor has room for three
+// blocks.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
-decode_attention(element* atty, float* parts, int* arrived, const element* query, const element* keys,
+decode_attention(element* atty, float* parts, int* arrived, const element* query,
+                 const element* keys,
                  const element* values, const Control* control, int maxT, int T) {
     __shared__ uint4 shared_values[COUNT * THREADS];
     __shared__ alignas(16) float warp_parts[WARPS * PART];
     __shared__ bool is_last;
-    const int h = blockIdx.x, n = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = n * NH + h;
+    const int h = blockIdx.x, n = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32,
+        head = n * NH + h;
     let_next_begin();
-    const int before = control->position, count = before + n % T + 1;  // positions: of earlier passes, all
-    const int splits = (count + SPLIT - 1) / SPLIT, blocks = min(splits, int(gridDim.y));  // with work to do
+    // positions: of earlier passes, all
+    const int before = control->position, count = before + n % T + 1;
+    // with work to do
+    const int splits = (count + SPLIT - 1) / SPLIT, blocks = min(splits, int(gridDim.y));
     if (blockIdx.y >= blocks) return;
 
     const int c = lane % ROW_LANES * PACK, channel = threadIdx.x;
@@ -106,7 +117,8 @@ decode_attention(element* atty, float* parts, int* arrived, const element* query
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const float p = expf(scores[i] - finite);
-            const Floats value = unpack(has_channels && position(i) < count ? mine[i * THREADS] : uint4{});
+            const Floats value =
+                unpack(has_channels && position(i) < count ? mine[i * THREADS] : uint4{});
             total += p;
 #pragma unroll
             for (int e = 0; e < PACK; e++) o.x[e] += p * value.x[e];

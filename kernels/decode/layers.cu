@@ -1,11 +1,13 @@
-// The embedding, and the layernorm where there are too many rows for each block of a matmul. Latency bounds both.
+// The embedding, and the layernorm where there are too many rows for each block of a matmul.
+// Latency bounds both.
 
 #include "decode/layernorm.cuh"
 
-// Block (THREADS); grid (N). residual (N,C) = wte[tokens] + wpe or, with a weight, its RMSNorm; branches (FC_PARTS,N,C)
-// = 0, for the first layernorm.
+// Block (THREADS); grid (N). residual (N,C) = wte[tokens] + wpe or, with a weight, its RMSNorm;
+// branches (FC_PARTS,N,C) = 0, for the first layernorm.
 extern "C" __global__ void __launch_bounds__(THREADS)
-decode_embed(float* residual, float* branches, const int* tokens, const element* wte, const element* wpe,
+decode_embed(float* residual, float* branches, const int* tokens, const element* wte,
+             const element* wpe,
              const element* weight, const Control* control, int T) {
     let_next_begin();
     wait_for_inputs();
@@ -32,13 +34,15 @@ decode_embed(float* residual, float* branches, const int* tokens, const element*
 #pragma unroll
         for (int k = 0; k < PACK && weight; k++) x[p].x[k] *= rstd * gain.x[k];
         store(residual + int64(n) * C + c, x[p]);
-        for (int part = 0; part < FC_PARTS; part++) store(branches + (int64(part) * gridDim.x + n) * C + c, Floats{});
+        for (int part = 0; part < FC_PARTS; part++)
+            store(branches + (int64(part) * gridDim.x + n) * C + c, Floats{});
     }
 }
 
 // Block (THREADS); grid (N). count: of the parts of branches, ATT_PARTS or FC_PARTS.
 extern "C" __global__ void __launch_bounds__(THREADS)
-decode_layernorm(element* normed, float* residual, const float* inp, const float* branches, const element* branch_bias,
+decode_layernorm(element* normed, float* residual, const float* inp, const float* branches,
+                 const element* branch_bias,
                  const element* weight, const element* bias, int count) {
     let_next_begin();
     const Vectors vectors(branch_bias, weight, bias);

@@ -1,5 +1,6 @@
-// decode_sample: a block draws a sequence's next token. Reading the logits from the L2 cache bounds it: twice, and for
-// top_k and top_p a few times more each. All sums have a fixed order or are of integers.
+// decode_sample: a block draws a sequence's next token. Reading the logits from the L2 cache bounds
+// it: twice, and for top_k and top_p a few times more each. All sums have a fixed order or are of
+// integers.
 
 #include "decode/step.cuh"
 
@@ -7,8 +8,10 @@ constexpr int SAMPLE_THREADS = DECODE_SAMPLE_THREADS;
 constexpr int KEY_BITS = 60, DIGIT_BITS = 10, ID_BITS = 20;
 constexpr uint64 ALL = ~0ull;
 constexpr int SPAN = (V + SAMPLE_THREADS - 1) / SAMPLE_THREADS * 32;  // of tokens, for a warp
-static_assert(SAMPLE_THREADS == 32 * 32 && SAMPLE_THREADS == 1 << DIGIT_BITS, "a lane for each warp, a thread a digit");
-static_assert(V <= 1 << ID_BITS && KEY_BITS % DIGIT_BITS == 0, "a key ends with the id, and has whole digits");
+static_assert(SAMPLE_THREADS == 32 * 32 && SAMPLE_THREADS == 1 << DIGIT_BITS,
+              "a lane for each warp, a thread a digit");
+static_assert(V <= 1 << ID_BITS && KEY_BITS % DIGIT_BITS == 0,
+              "a key ends with the id, and has whole digits");
 
 // The sum of x over this thread and those before it, in a fixed order.
 template <class T>
@@ -62,7 +65,8 @@ __device__ inline int first_thread(bool is_it, bool else_it) {
     return first < SAMPLE_THREADS ? first : last;
 }
 
-// f(id, its logit) for the tokens of this warp's span, each lane for some. Several loads are in flight at once.
+// f(id, its logit) for the tokens of this warp's span, each lane for some. Several loads are in
+// flight at once.
 template <class F>
 __device__ inline void for_tokens(const float* logits, const F& f) {
     const int begin = threadIdx.x / 32 * SPAN, end = min(V, begin + SPAN);
@@ -77,10 +81,12 @@ __device__ inline void for_tokens(const float* logits, const F& f) {
     }
 }
 
-// The key up to which the weights add up to `target` (1 .. their sum) or more, lower keys first: radix sort's first
-// half, from the highest digit on. Weights are integers: the order of additions does not matter.
+// The key up to which the weights add up to `target` (1 .. their sum) or more, lower keys first:
+// radix sort's first half, from the highest digit on. Weights are integers: the order of additions
+// does not matter.
 template <class Key, class Weight>
-__device__ inline uint64 find_key(const float* logits, uint64 target, const Key& key, const Weight& weight) {
+__device__ inline uint64 find_key(const float* logits, uint64 target, const Key& key,
+                                  const Weight& weight) {
     __shared__ uint64 weights[SAMPLE_THREADS];  // by a digit of the key
     __shared__ int counts[SAMPLE_THREADS];
     uint64 known = 0;  // the digits so far
@@ -113,9 +119,11 @@ __device__ inline float next_coin(uint64& state) {
     return float(uint32(state * 0x2545F4914F6CDD1Dull >> 32) >> 8) / 16777216.0f;
 }
 
-// Block (SAMPLE_THREADS); grid (B). drawn, logprobs (ring,B): pinned, a row a step in turn; the latter under the model.
+// Block (SAMPLE_THREADS); grid (B). drawn, logprobs (ring,B): pinned, a row a step in turn; the
+// latter under the model.
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
-decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, float* logprobs, const float* logits,
+decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, float* logprobs,
+              const float* logits,
               int ring) {
     constexpr uint64 ONE = 1ull << 40;  // of the integers that stand for probabilities
     let_next_begin();
@@ -127,23 +135,27 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     const float coin = next_coin(random);
 
     float largest = -INFINITE, smallest = INFINITE;
-    for_tokens(logits, [&](int, float x) { largest = fmaxf(largest, x), smallest = fminf(smallest, x); });
+    for_tokens(logits,
+               [&](int, float x) { largest = fmaxf(largest, x), smallest = fminf(smallest, x); });
     largest = block_max(largest), smallest = -block_max(-smallest);
 
-    // A token's key is smaller the likelier the token, and of equally likely ones for a lower id. It is proportional to
-    // the distance from the largest logit: no digit has most of the tokens.
+    // A token's key is smaller the likelier the token, and of equally likely ones for a lower id.
+    // It is proportional to the distance from the largest logit: no digit has most of the tokens.
     const float scale = 0.999f * (1ull << (KEY_BITS - ID_BITS)) / fmaxf(largest - smallest, 1e-20f);
     const auto key = [&](int v, float x) { return uint64((largest - x) * scale) << ID_BITS | v; };
     const auto exponential = [&](float x) { return expf((x - largest) / temperature); };
 
-    // Without a temperature, only the likeliest token may be drawn, the first of equal ones. Otherwise, those with keys
-    // up to `last`: of all tokens the likeliest top_k, and of these the fewest that have top_p of their probability.
+    // Without a temperature, only the likeliest token may be drawn, the first of equal ones.
+    // Otherwise, those with keys up to `last`: of all tokens the likeliest top_k, and of these the
+    // fewest that have top_p of their probability.
     uint64 last = ALL;
     if (temperature > 0.0f && control->top_k > 0) {
         last = find_key(logits, control->top_k, key, [](int, float) { return uint64(1); });
     }
     if (temperature > 0.0f && control->top_p < 1.0f) {
-        const auto part = [&, last](int v, float x) { return key(v, x) <= last ? uint64(exponential(x) * ONE) : 0; };
+        const auto part =
+            [&, last](int v, float x) { return key(v, x) <= last ? uint64(exponential(x) * ONE) : 0;
+                                       };
         uint64 sum = 0;
         for_tokens(logits, [&](int v, float x) { sum += part(v, x); });
         sum = broadcast(scan_block(sum), SAMPLE_THREADS - 1);
@@ -154,8 +166,8 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
         return last == ALL || key(v, x) <= last ? exponential(x) : 0.0f;
     };
 
-    // The first token at which the running sum of the weights exceeds the coin's part of the whole: first the warp's
-    // span that has it, then a thread's part of that, down to one token.
+    // The first token at which the running sum of the weights exceeds the coin's part of the whole:
+    // first the warp's span that has it, then a thread's part of that, down to one token.
     float mine = 0.0f, plain = 0.0f;  // the latter: for log-probabilities, of all tokens
     for_tokens(logits, [&](int v, float x) {
         const float p = expf(x - largest);

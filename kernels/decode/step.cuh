@@ -1,5 +1,5 @@
-// Text generation: a forward pass over T more positions of each of B sequences, whose keys and values are kept, and the
-// next token of each.
+// Text generation: a forward pass over T more positions of each of B sequences, whose keys and
+// values are kept, and the next token of each.
 //
 //     decode_embed      wte[token] + wpe[position]                                      residual, branches =
 //     decode_layernorm  residual, layernorm, unless the matmul does both                residual, normed =
@@ -10,16 +10,19 @@
 //     decode_logits     residual, layernorm, matmul                                     residual, logits =
 //     decode_sample     draws the next token                                            tokens, randoms, control =
 //
-// Llama 3 has RMSNorm for layernorm (RMS), no biases, queries and keys rotated for wpe (ROPE), SwiGLU for GELU
-// (SWIGLU). The speed run's model has RMSNorm, also after the embedding, rotation, squared ReLU, normalized queries and
-// keys (MODEL_QK_SCALE), a bias of the logits and their cap. Arguments that a model lacks are null. The pages' Decoders
-// are the specification, llmc/sampler.py's Choice that of decode_sample. There are N = B*T rows. residual (N,C) and
-// logits (B,Vp) are float32; query and atty (N,Q), act (N,F), keys and values (B,NKV,maxT,HS) are elements. "residual"
-// above: branches, which decode_project wrote, is added to the residual stream. The position is in GPU memory, so that
-// one graph is every step. A row has the same bits whatever the other rows are.
+// Llama 3 has RMSNorm for layernorm (RMS), no biases, queries and keys rotated for wpe (ROPE),
+// SwiGLU for GELU (SWIGLU). The speed run's model has RMSNorm, also after the embedding, rotation,
+// squared ReLU, normalized queries and keys (MODEL_QK_SCALE), a bias of the logits and their cap.
+// Arguments that a model lacks are null. The pages' Decoders are the specification,
+// llmc/sampler.py's Choice that of decode_sample. There are N = B*T rows. residual (N,C) and logits
+// (B,Vp) are float32; query and atty (N,Q), act (N,F), keys and values (B,NKV,maxT,HS) are
+// elements. "residual" above: branches, which decode_project wrote, is added to the residual
+// stream. The position is in GPU memory, so that one graph is every step. A row has the same bits
+// whatever the other rows are.
 //
-// A step reads all weights once; the rest of its time is the latency of a chain of kernels. So each begins before the
-// previous one ends, requests its weights, and only then waits for its inputs (programmatic dependent launch).
+// A step reads all weights once; the rest of its time is the latency of a chain of kernels. So each
+// begins before the previous one ends, requests its weights, and only then waits for its inputs
+// (programmatic dependent launch).
 
 #pragma once
 
@@ -28,7 +31,8 @@
 constexpr int WARPS = DECODE_WARPS, THREADS = 32 * WARPS;  // of a block; decode_sample has more
 constexpr bool RMS = DECODE_RMS, ROPE = DECODE_ROPE, SWIGLU = DECODE_SWIGLU;  // else as in GPT-2
 constexpr bool BIASES = !RMS || MODEL_BIASES;                                 // of linear layers
-constexpr int ATT_PARTS = DECODE_ATT_PARTS, FC_PARTS = DECODE_FC_PARTS;       // in which attproj, fcproj are summed
+// in which attproj, fcproj are summed
+constexpr int ATT_PARTS = DECODE_ATT_PARTS, FC_PARTS = DECODE_FC_PARTS;
 
 typedef unsigned long long uint64;
 
@@ -47,7 +51,8 @@ __device__ inline void let_next_begin() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-// Until then, nothing that this pass writes may be read. Control is: only the last kernel of a step writes it.
+// Until then, nothing that this pass writes may be read. Control is: only the last kernel of a step
+// writes it.
 __device__ inline void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

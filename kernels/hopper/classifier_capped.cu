@@ -1,28 +1,36 @@
-// classifier.cu for the speed run on Hopper: of capped logits, and with the gradient of the classifier's bias.
+// classifier.cu for the speed run on Hopper: of capped logits, and with the gradient of the
+// classifier's bias.
 //
 //     losses[n] = log(sum over v of exp(y[n,v])) - y[n,targets[n]], y = capped(logits)                 losses =
 //     logits[n,v] = (softmax(y[n])[v] - (v is the target)) * slope(logits[n,v]) * dloss                logits = (*)
-//     partials[cluster,v] = factor * the sum of these over the cluster's rows, before they are rounded partials = (*)
+//     partials[cluster,v] = factor * the sum of these over the cluster's rows, before they are
+//     rounded partials = (*)
 //
-// (*) if write_gradient; from V on, 0. partials (clusters,Vp) float32; all else as in classifier.cu.
+// (*) if write_gradient; from V on, 0. partials (clusters,Vp) float32; all else as in
+// classifier.cu.
 //
-// A block has some columns of all of its cluster's rows, so that a thread can add up its own in registers: dbias costs
-// no pass over dlogits. As y is within +-CAP, softmax needs no maximum; and half precision holds exp(y) * slope, which
-// is at most 6.1e4, between a row's sum and its gradient (with fewer digits from y = -9 down, none below -14).
+// A block has some columns of all of its cluster's rows, so that a thread can add up its own in
+// registers: dbias costs no pass over dlogits. As y is within +-CAP, softmax needs no maximum; and
+// half precision holds exp(y) * slope, which is at most 6.1e4, between a row's sum and its gradient
+// (with fewer digits from y = -9 down, none below -14).
 //
-// Bound by bytes: a row is read once and written once. Each warp loads and stores its slice by one TMA copy, of 2 KB:
-// copies of half as many bytes took longer. It sums row i + 1 before it writes the gradient of row i, so that exps
-// overlap with stores, and sums have arrived from the cluster's other blocks when they are needed.
+// Bound by bytes: a row is read once and written once. Each warp loads and stores its slice by one
+// TMA copy, of 2 KB: copies of half as many bytes took longer. It sums row i + 1 before it writes
+// the gradient of row i, so that exps overlap with stores, and sums have arrived from the cluster's
+// other blocks when they are needed.
 
 #include "cap.cuh"
 #include "dlogits.cuh"
 #include "hopper/hopper.cuh"
 
 constexpr int CLUSTER = CAPPED_CLUSTER;  // blocks
-constexpr int COLUMNS = CAPPED_COLUMNS;  // of a block, a multiple of 16; the last one may have fewer
+// of a block, a multiple of 16; the last one may have fewer
+constexpr int COLUMNS = CAPPED_COLUMNS;
 constexpr int WARPS = CAPPED_WARPS, STAGES = CAPPED_STAGES;  // rows on chip
-constexpr int PACKS = 4, SLICE = PACKS * 32 * PACK;  // that a thread has of a row; elements that its warp has
-constexpr int TURNS = 4;  // slots of warp_sums: while a warp sums row i, another may still read those of row i - 3
+// that a thread has of a row; elements that its warp has
+constexpr int PACKS = 4, SLICE = PACKS * 32 * PACK;
+// slots of warp_sums: while a warp sums row i, another may still read those of row i - 3
+constexpr int TURNS = 4;
 constexpr float LOG2_UNIT = 1.5863f;  // 3 log2(LOG2E)
 static_assert(WARPS * SLICE >= COLUMNS && STAGES >= 3);  // of the rows on chip, two are in work
 static_assert(CAP <= 15.0f, "half precision holds exp(y) * slope");
@@ -45,31 +53,39 @@ __device__ inline void store_in_block(float* at, float x, Mbarrier* full, int bl
                  : "memory");
 }
 
-// Block (32 * WARPS); grid (CLUSTER * partials' rows). Shared memory: the block's columns of STAGES rows.
+// Block (32 * WARPS); grid (CLUSTER * partials' rows). Shared memory: the block's columns of STAGES
+// rows.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 * WARPS, 1)
-classifier_capped(float* losses, element* logits, float* partials, float factor, const int* targets, float dloss,
+classifier_capped(float* losses, element* logits, float* partials, float factor, const int* targets,
+                  float dloss,
                   int write_gradient, int N) {
     extern __shared__ uint4 shared[];
     __shared__ Mbarrier barriers[WARPS][STAGES], summed[TURNS];
     __shared__ float warp_sums[TURNS][CLUSTER * WARPS];
     element* const rows = reinterpret_cast<element*>(shared);
-    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // see classifier.cu
-    const int block = block_of_cluster(), first = block * COLUMNS, columns = min(COLUMNS, Vp - first);
+    // see classifier.cu
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const int block = block_of_cluster(), first = block * COLUMNS,
+        columns = min(COLUMNS, Vp - first);
     const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
     Mbarrier* const loaded = barriers[warp];
-    const int slice = warp * SLICE, bytes = max(0, min(SLICE, columns - slice)) * int(sizeof(element));
-    const auto column_of = [&](int pack) { return slice + (pack * 32 + lane) * PACK; };  // the first of 8
-    // Called by lane 0: start loading this warp's slice of the cluster's row number `turn`, if it exists.
+    const int slice = warp * SLICE,
+        bytes = max(0, min(SLICE, columns - slice)) * int(sizeof(element));
+    // the first of 8
+    const auto column_of = [&](int pack) { return slice + (pack * 32 + lane) * PACK; };
+    // Called by lane 0: start loading this warp's slice of the cluster's row number `turn`, if it
+    // exists.
     const auto fetch = [&](int turn) {
         const int n = cluster + turn * clusters, stage = turn % STAGES;
         if (n >= N) return;
         mbarrier_arrive_expect_tx(&loaded[stage], bytes);
         if (bytes > 0) {
-            load_bytes(rows + stage * COLUMNS + slice, logits + int64(n) * Vp + first + slice, &loaded[stage], bytes);
+            load_bytes(rows + stage * COLUMNS + slice, logits + int64(n) * Vp + first + slice,
+                       &loaded[stage], bytes);
         }
     };
-    // Row n, number `turn`: its sum to warp_sums, its terms of the gradient in place of its logits. Returns the
-    // target's logit, if this thread has it.
+    // Row n, number `turn`: its sum to warp_sums, its terms of the gradient in place of its logits.
+    // Returns the target's logit, if this thread has it.
     const auto sum_row = [&](int n, int turn) {
         const int stage = turn % STAGES, target = targets[n] - first;
         float sum = 0.0f, target_logit = 0.0f;
@@ -82,7 +98,8 @@ classifier_capped(float* losses, element* logits, float* partials, float factor,
             if (has_target(c, target)) target_logit = to_float(at[target - c]);
             Floats x = unpack(load_bits(at)), slopes;
 #pragma unroll
-            for (int k = 0; k < PACK; k++) {  // r^3 is LOG2E^3 times the slope: exp(y) is divided by that
+            // r^3 is LOG2E^3 times the slope: exp(y) is divided by that
+            for (int k = 0; k < PACK; k++) {
                 const float z = x.x[k], w = z * (1.0f / (CAP * LOG2E));
                 const float r = rsqrtf(fmaf(w, w, 1.0f / (LOG2E * LOG2E)));
                 x.x[k] = exp2_approx(fmaf(z, r, -LOG2_UNIT));
@@ -103,7 +120,8 @@ classifier_capped(float* losses, element* logits, float* partials, float factor,
         }
         sum = warp_sum(sum);
         const int slot = turn % TURNS;
-        if (lane < CLUSTER) store_in_block(&warp_sums[slot][block * WARPS + warp], sum, &summed[slot], lane);
+        if (lane < CLUSTER)
+            store_in_block(&warp_sums[slot][block * WARPS + warp], sum, &summed[slot], lane);
         if (!write_gradient) {
             fence_for_async();
             __syncwarp();  // all lanes have read the slice
@@ -112,7 +130,8 @@ classifier_capped(float* losses, element* logits, float* partials, float factor,
         return target_logit;
     };
     Floats column_sums[PACKS] = {};
-    const auto expect_sums = [&](int slot) { mbarrier_arrive_expect_tx(&summed[slot], CLUSTER * WARPS * 4); };
+    const auto expect_sums =
+        [&](int slot) { mbarrier_arrive_expect_tx(&summed[slot], CLUSTER * WARPS * 4); };
     const auto write_row = [&](int n, int turn, float target_logit) {
         const int slot = turn % TURNS, target = targets[n] - first;
         float sum = 0.0f;
@@ -120,7 +139,8 @@ classifier_capped(float* losses, element* logits, float* partials, float factor,
         if (threadIdx.x == 0) expect_sums(slot);
         for (int i = lane; i < CLUSTER * WARPS; i += 32) sum += warp_sums[slot][i];
         sum = warp_sum(sum) * exp2f(LOG2_UNIT);
-        if (target >= 0 && target < columns && target / SLICE == warp && target / PACK % 32 == lane) {
+        if (target >= 0 && target < columns && target / SLICE == warp
+            && target / PACK % 32 == lane) {
             losses[n] = logf(sum) - capped(target_logit);
         }
         if (!write_gradient) return;
@@ -139,7 +159,8 @@ classifier_capped(float* losses, element* logits, float* partials, float factor,
             for (int i = 0; i < PACKS / 2; i++) {
                 if (column_of(half + i) < columns) bits[i] = load_bits(row + column_of(half + i));
             }
-            if (CLASSIFIER_FP8) __syncwarp();  // all lanes have read what dlogits are going to overwrite
+            // all lanes have read what dlogits are going to overwrite
+            if (CLASSIFIER_FP8) __syncwarp();
 #pragma unroll
             for (int i = 0; i < PACKS / 2; i++) {
                 const int c = column_of(half + i);
@@ -161,7 +182,8 @@ classifier_capped(float* losses, element* logits, float* partials, float factor,
         fence_for_async();
         __syncwarp();
         if (lane == 0 && bytes > 0) {
-            store_bytes(reinterpret_cast<dlogit*>(logits + int64(n) * Vp) + first + slice, to + slice,
+            store_bytes(reinterpret_cast<dlogit*>(logits + int64(n) * Vp) + first + slice,
+                        to + slice,
                         bytes / int(sizeof(element) / sizeof(dlogit)));
         }
     };
@@ -181,7 +203,8 @@ classifier_capped(float* losses, element* logits, float* partials, float factor,
         if (turn >= 0) write_row(n, turn, target_logit);
         target_logit = next;
     }
-    if (lane == 0) stores_wait<0>();  // the block must not exit before TMA has read its shared memory
+    // the block must not exit before TMA has read its shared memory
+    if (lane == 0) stores_wait<0>();
 
 #pragma unroll
     for (int pack = 0; pack < PACKS; pack++) {

@@ -1,13 +1,16 @@
 // How a matmul is cut into work items, and how blocks pass on the sums of a tile.
 //
-// Each matmul is out (M,N) = A (M,K) @ B (K,N); an operand whose contiguous dimension is not K is called "across".
+// Each matmul is out (M,N) = A (M,K) @ B (K,N); an operand whose contiguous dimension is not K is
+// called "across".
 //
-// matmul_backward_weight may split the inner dimension (split-K). Then each split of a tile is a work item of its own,
-// and a tile's splits are added up in order, so that the result does not depend on which block was first. partials: BM
-// * BN float32 per tile, the sums of its splits so far; done: the number of these splits, 0 before and after. Neither
-// is used if splits is 1. An item waits until the previous split of its tile, an item with a lower number, is in
-// partials. This cannot deadlock: there are no more blocks than multiprocessors, all run at once, and each takes its
-// items in the order of their numbers. (Of two such grids at once, the GPU must start all blocks of one first.)
+// matmul_backward_weight may split the inner dimension (split-K). Then each split of a tile is a
+// work item of its own, and a tile's splits are added up in order, so that the result does not
+// depend on which block was first. partials: BM * BN float32 per tile, the sums of its splits so
+// far; done: the number of these splits, 0 before and after. Neither is used if splits is 1. An
+// item waits until the previous split of its tile, an item with a lower number, is in partials.
+// This cannot deadlock: there are no more blocks than multiprocessors, all run at once, and each
+// takes its items in the order of their numbers. (Of two such grids at once, the GPU must start all
+// blocks of one first.)
 
 #pragma once
 
@@ -15,12 +18,13 @@
 
 struct Sizes {
     int M, N, K;
-    int band;    // rows of tiles done together, column by column, so that their operands stay in the L2 cache
+    // rows of tiles done together, column by column, so that their operands stay in the L2 cache
+    int band;
     int splits;  // of the inner dimension
 };
 
-// A work item: the BM x BN tile of out at (row, column), and steps begin .. end - 1 of the inner dimension, BK each,
-// which make up its `split`.
+// A work item: the BM x BN tile of out at (row, column), and steps begin .. end - 1 of the inner
+// dimension, BK each, which make up its `split`.
 struct Item {
     int row, column, tile, split, begin, end;
 };
@@ -34,14 +38,16 @@ __device__ inline int steps_of(int w, const Sizes& z) {
     return steps * (split + 1) / z.splits - steps * split / z.splits;
 }
 
-// Find item number w; false if there are none left. Divisions are few, because each takes hundreds of cycles.
+// Find item number w; false if there are none left. Divisions are few, because each takes hundreds
+// of cycles.
 template <int BM, int BN, int BK>
 __device__ inline bool pick(Item& item, int w, const Sizes& z) {
     const int down = (z.M + BM - 1) / BM, across = (z.N + BN - 1) / BN, steps = (z.K + BK - 1) / BK;
     const bool whole = z.splits == 1;
     item.split = whole ? w >= down * across : w / (down * across);
     item.tile = whole ? w : w % (down * across);
-    const int first = item.tile / (z.band * across) * z.band, height = max(1, min(z.band, down - first));
+    const int first = item.tile / (z.band * across) * z.band,
+        height = max(1, min(z.band, down - first));
     const int in_band = item.tile - first * across;
     item.row = (first + in_band % height) * BM;
     item.column = in_band / height * BN;
@@ -50,8 +56,8 @@ __device__ inline bool pick(Item& item, int w, const Sizes& z) {
     return item.split < z.splits;
 }
 
-// Between blocks: announce() sets *count, after everything that this thread has written; wait_for() waits until *count
-// is `value`, and then sees these writes.
+// Between blocks: announce() sets *count, after everything that this thread has written; wait_for()
+// waits until *count is `value`, and then sees these writes.
 __device__ inline void wait_for(const int* count, int value) {
     int found;
     do {
@@ -62,11 +68,12 @@ __device__ inline void announce(int* count, int value) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(count), "r"(value) : "memory");
 }
 
-// The splits of a tile, in turn, by THREADS threads, for which sync() is a barrier. quad(j): four of the QUADS * 4 sums
-// of a thread, to which those of the splits before are added. Returns whether they are complete: all splits but the
-// last pass theirs on. partials, done: the tile's, see above.
+// The splits of a tile, in turn, by THREADS threads, for which sync() is a barrier. quad(j): four
+// of the QUADS * 4 sums of a thread, to which those of the splits before are added. Returns whether
+// they are complete: all splits but the last pass theirs on. partials, done: the tile's, see above.
 template <int THREADS, int QUADS, class Quad, class Sync>
-__device__ __forceinline__ bool add_splits(float4* partials, int* done, const Item& item, int splits, Quad quad,
+__device__ __forceinline__ bool add_splits(float4* partials, int* done, const Item& item,
+                                           int splits, Quad quad,
                                            Sync sync) {
     constexpr int IN_FLIGHT = QUADS % 8 ? 4 : 8;  // loads
     static_assert(QUADS % IN_FLIGHT == 0, "none beyond the tile");

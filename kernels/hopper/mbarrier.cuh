@@ -1,5 +1,6 @@
-// mbarriers (sm_90 and later), at which threads wait for bytes that TMA delivers and for each other, and copies of
-// contiguous bytes. One function for each PTX instruction. PTX ISA: "mbarrier", "cp.async.bulk".
+// mbarriers (sm_90 and later), at which threads wait for bytes that TMA delivers and for each
+// other, and copies of contiguous bytes. One function for each PTX instruction. PTX ISA:
+// "mbarrier", "cp.async.bulk".
 
 #pragma once
 
@@ -7,25 +8,31 @@
 
 __device__ inline uint32 shared_address(const void* p) { return __cvta_generic_to_shared(p); }
 
-// An mbarrier, in shared memory. It counts phases: a phase ends when as many arrivals as it was initialized for have
-// come, and all bytes that were announced to it. A waiting thread names the phase by its parity.
+// An mbarrier, in shared memory. It counts phases: a phase ends when as many arrivals as it was
+// initialized for have come, and all bytes that were announced to it. A waiting thread names the
+// phase by its parity.
 typedef unsigned long long Mbarrier;
 
-// Called by one thread, which then calls fence_mbarrier_init(); the other threads may use the mbarrier after the next
-// __syncthreads().
+// Called by one thread, which then calls fence_mbarrier_init(); the other threads may use the
+// mbarrier after the next __syncthreads().
 __device__ inline void mbarrier_init(Mbarrier* b, int arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)),
+                 "r"(arrivals) : "memory");
 }
-__device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ inline void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 __device__ inline void mbarrier_arrive(Mbarrier* b) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
 }
 // Arrive, and announce bytes that TMA will deliver.
 __device__ inline void mbarrier_arrive_expect_tx(Mbarrier* b, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(b)),
+                 "r"(bytes) : "memory");
 }
-// Wait for the end of the phase of this parity: 0 for the first phase, 1 for the second, 0 for the third ... Parity
-// only tells the current phase from the previous one, so a thread must not fall two phases behind.
+// Wait for the end of the phase of this parity: 0 for the first phase, 1 for the second, 0 for the
+// third ... Parity only tells the current phase from the previous one, so a thread must not fall
+// two phases behind.
 __device__ inline void mbarrier_wait(Mbarrier* b, int parity) {
     asm volatile(
         "{ .reg .pred done;\n"
@@ -33,7 +40,8 @@ __device__ inline void mbarrier_wait(Mbarrier* b, int parity) {
         "@!done bra again; }\n" ::"r"(shared_address(b)), "r"(parity) : "memory");
 }
 
-// Start copying contiguous bytes, a multiple of 16, to shared memory. They count towards the phase of `full`.
+// Start copying contiguous bytes, a multiple of 16, to shared memory. They count towards the phase
+// of `full`.
 __device__ inline void load_bytes(void* to, const void* from, Mbarrier* full, int bytes) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(to)),
@@ -41,6 +49,9 @@ __device__ inline void load_bytes(void* to, const void* from, Mbarrier* full, in
                  : "memory");
 }
 
-// Make this thread's ordinary writes to shared memory visible to wgmma and TMA, the "async proxy". Call it before the
-// barrier after which these read them, and before TMA overwrites what was read by ordinary loads.
-__device__ inline void fence_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Make this thread's ordinary writes to shared memory visible to wgmma and TMA, the "async proxy".
+// Call it before the barrier after which these read them, and before TMA overwrites what was read
+// by ordinary loads.
+__device__ inline void fence_for_async() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
