@@ -44,7 +44,8 @@ from llmc.huggingface import LLAMA_SIZES, gpt2_slices, llama_slices, to_theirs
 from llmc.resume import model_file, newest_checkpoint
 from llmc.sampler import end_of_text
 from llmc.tokenizer import FOLDER_FILES
-from llmc.vocabulary import EOT, LETTERS, load_vocabulary, open_vocabulary, reason, save_vocabulary
+from llmc.hf_tokenizer import our_tokenizer_files
+from llmc.vocabulary import load_vocabulary, open_vocabulary, reason, save_vocabulary
 from prepro.common import read_input
 from train_gpt2 import GPT2
 from train_llama3 import Llama3
@@ -98,26 +99,10 @@ def write_hf_folder(model, folder, checkpoint=""):
 
     model: a .bin file, or the directory of a run, with its checkpoint "best", "last" or a step.
     """
-    model_path = model_file(model, checkpoint)
-    architecture, config, params, tokenizer = load_with_vocabulary(model_path)
-    tokenizer_files = {}
+    architecture, config, params, tokenizer = load_with_vocabulary(model_file(model, checkpoint))
     if architecture is Speedrun:
         raise UserError(f"{model}: no class of transformers has the layers of {architecture.TITLE}")
-    if tokenizer:
-        tokenizer_files = our_tokenizer_files(config, tokenizer)
-        if os.path.lexists(tokenizer.path):
-            tokenizer_files["tokenizer.bin"] = read_input(tokenizer.path)
-        # the run may have started from a folder with one
-        if "tokenizer.json" not in tokenizer_files:
-            beside = {name: tokenizer.path.removesuffix("tokenizer.bin") + name
-                      for name in FOLDER_FILES}
-            tokenizer_files |= {name: read_input(path) for name, path in beside.items()
-                                if os.path.exists(path)}
-        if "tokenizer.json" not in tokenizer_files and tokenizer.is_gpt2:
-            try:
-                tokenizer_files |= gpt2_tokenizer_files(config)
-            except UserError as error:
-                print(f"warning: no vocab.json and merges.txt: {error}", file=sys.stderr)
+    tokenizer_files = tokenizer_files_of(config, tokenizer) if tokenizer else {}
     others = [name for name in HF_VOCABULARY if os.path.lexists(path := os.path.join(folder, name))
               and (name not in tokenizer_files or read_input(path) != tokenizer_files[name])]
     if others:
@@ -126,40 +111,66 @@ def write_hf_folder(model, folder, checkpoint=""):
     if newest_checkpoint(folder) is not None:
         raise UserError(f"{folder}: is the directory of a run, whose models would be hidden: name"
                         " another folder")
+
     make_directory(folder)
     eot = end_of_text(tokenizer, config.V)
     ends = json.loads(tokenizer_files.get("generation_config.json", "{}")).get("eos_token_id", eot)
-    hf = llama_hf_config(config, eot, ends) if architecture is Llama3 else {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
-        "activation_function": "gelu_new",
-        "n_positions": config.maxT, "n_ctx": config.maxT, "vocab_size": config.V,
-        "n_layer": config.L,
-        "n_head": config.NH, "n_embd": config.C, "layer_norm_epsilon": 1e-5,
-        "initializer_range": 0.02,
-        "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": eot,
-        "eos_token_id": eot,
-        "tie_word_embeddings": True,
-    }  # fmt: skip
-    of, prefix = (llama_slices, "") if architecture is Llama3 else (gpt2_slices, "transformer.")
+    is_llama = architecture is Llama3
+    hf = llama_hf_config(config, eot, ends) if is_llama else gpt2_hf_config(config, eot)
+    of, prefix = (llama_slices, "") if is_llama else (gpt2_slices, "transformer.")
     state = {prefix + name: np.ascontiguousarray(to_theirs(view, order))
              for name, view, order in of(config, params)}
     save = import_package("safetensors.numpy", "a Hugging Face folder").save
-    files = {"model.safetensors": save(state, metadata={"format": "pt"}), **tokenizer_files,
-             # last: it makes this a Hugging Face folder
-             "config.json": json.dumps(hf, indent=2).encode()}
-    # and these would hide our weights
-    there = [name for name in sorted(os.listdir(folder)) if name not in files and
-             re.match(r"(pytorch_)?model.*\.(bin|json|safetensors)$", name)
-             or name == "config.json" and read_input(os.path.join(folder, name)) != files[name]]
-    if there:
-        raise UserError(f"{folder}: has another model's {', '.join(there)}: remove that, or name"
-                        " another folder")
+    files = {"model.safetensors": save(state, metadata={"format": "pt"}), **tokenizer_files}
+    files["config.json"] = json.dumps(hf, indent=2).encode()  # last: it makes this a model's folder
+
+    check_nothing_hides(folder, files)
     replaced = [name for name in files if os.path.lexists(os.path.join(folder, name))]
     for name, data in files.items():
         with replacing(os.path.join(folder, name)) as f:
             f.write(data)
     print(f"wrote {', '.join(files)} to"
           f" {folder}{'; replaced ' * bool(replaced)}{', '.join(replaced)}")
+
+
+def tokenizer_files_of(config, tokenizer):
+    """{name: content} of a folder's files for a vocabulary: ours, those of the folder that the run
+    started from, or GPT-2's."""
+    found = our_tokenizer_files(config, tokenizer)
+    if os.path.lexists(tokenizer.path):
+        found["tokenizer.bin"] = read_input(tokenizer.path)
+    if "tokenizer.json" not in found:  # the run may have started from a folder with one
+        prefix = tokenizer.path.removesuffix("tokenizer.bin")
+        found |= {name: read_input(prefix + name) for name in FOLDER_FILES
+                  if os.path.exists(prefix + name)}
+    if "tokenizer.json" not in found and tokenizer.is_gpt2:
+        try:
+            found |= gpt2_tokenizer_files(config)
+        except UserError as error:
+            print(f"warning: no vocab.json and merges.txt: {error}", file=sys.stderr)
+    return found
+
+
+def check_nothing_hides(folder, files):
+    """Raise UserError for another model's files in a folder, which would hide these."""
+    there = [name for name in sorted(os.listdir(folder)) if name not in files and
+             re.match(r"(pytorch_)?model.*\.(bin|json|safetensors)$", name)
+             or name == "config.json" and read_input(os.path.join(folder, name)) != files[name]]
+    if there:
+        raise UserError(f"{folder}: has another model's {', '.join(there)}: remove that, or name"
+                        " another folder")
+
+
+def gpt2_hf_config(config, eot):
+    """The config.json of a GPT-2, a dict."""
+    return {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
+        "activation_function": "gelu_new", "n_positions": config.maxT, "n_ctx": config.maxT,
+        "vocab_size": config.V, "n_layer": config.L, "n_head": config.NH, "n_embd": config.C,
+        "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": eot, "eos_token_id": eot,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
 
 
 def llama_hf_config(config, bos, eos):
@@ -181,45 +192,6 @@ def llama_hf_config(config, bos, eos):
         "tie_word_embeddings": bool(config.tied), "initializer_range": 0.02, "bos_token_id": bos,
         "eos_token_id": eos,
     }  # fmt: skip
-
-
-def our_tokenizer_files(config, tokenizer):
-    """Return {name: content} of tokenizer.json, for Hugging Face's `tokenizers`, and
-    tokenizer_config.json.
-
-    A vocabulary of bytes or characters becomes a byte-pair encoding without merges; any other gives
-    {}.
-    """
-    ids = {token: id for id, token in enumerate(tokenizer.tokens) if id != tokenizer.eot}
-    letters = {token: token.decode(errors="replace") for token in ids}
-    byte_level = None
-    decoder = {"type": "Fuse"}
-    if len(ids) == 256 and all(len(token) == 1 for token in ids):
-        byte_level = decoder = {"type": "ByteLevel", "add_prefix_space": False,
-                                "trim_offsets": False,
-                                "use_regex": False}
-        letters = {bytes([byte]): letter for letter, byte in LETTERS.items()}
-    elif not all(len(letter) == 1 and letter.encode() == token
-                 for token, letter in letters.items()):
-        return {}
-    special = {"id": tokenizer.eot, "content": EOT, "single_word": False, "lstrip": False,
-               "rstrip": False,
-               "normalized": False, "special": True}
-    vocabulary = {letters[token]: id for token, id in ids.items()} | {EOT: tokenizer.eot}
-    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-             "ignore_merges": False,
-             "vocab": vocabulary, "merges": []}
-    tokenizer_json = {"version": "1.0", "truncation": None, "padding": None,
-                      "added_tokens": [special],
-                      "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None,
-                      "decoder": decoder,
-                      "model": model}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.maxT,
-                "eos_token": EOT,
-                "bos_token": EOT, "clean_up_tokenization_spaces": False}
-    return {"tokenizer.json": json.dumps(tokenizer_json, indent=1).encode(),
-            "tokenizer_config.json": json.dumps(settings, indent=2).encode()}
 
 
 def gpt2_tokenizer_files(config):
@@ -337,6 +309,31 @@ def vocabulary_of(model, vocabulary, config, label):
         return None
 
 
+def add_run_flags(parser):
+    """Add the flags of a run on one batch; returns the group of those for benchmarks alone."""
+    group = parser.add_argument_group("batch", "for the debug state and --write_tensors 0")
+    group.add_argument("--input", default=INPUT,
+                       help="token file of the batch")
+    group.add_argument("--num_iterations", type=int, default=10, help="steps on the batch")
+    group.add_argument("--batch_size", type=int, default=4, help="B")
+    group.add_argument("--sequence_length", type=int, default=argparse.SUPPRESS,
+                       help="T (default: 64, at most the model's longest sequence)")
+    group = parser.add_argument_group(
+        "benchmark", "for --write_tensors 0: files always come from a float32 run on the CPU")
+    group.add_argument("--inference_only", type=int, choices=(0, 1), default=0,
+                       help="1: forward passes only")
+    group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
+                       help="bfloat16, float16: autocast")
+    group.add_argument("--compile", type=int, choices=(0, 1), default=0, help="torch.compile")
+    group.add_argument("--tensorcores", type=int, choices=(0, 1), default=0,
+                       help="TF32 matmuls on a GPU")
+    group.add_argument("--flash", type=int, choices=(0, 1), default=0,
+                       help="F.scaled_dot_product_attention, which the others always use")
+    group.add_argument("--device", default="auto",
+                       help="cpu, cuda, mps; auto: a GPU when there is one")
+    return group
+
+
 def parse_arguments():
     parser = Parser(description=(__doc__ or "").strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -361,26 +358,7 @@ def parse_arguments():
                        " (default: 1 if there is an --input with the model's vocabulary)")
     group.add_argument("--write_tensors", type=int, choices=(0, 1), default=1,
                        help="0: write no files, run a benchmark on one batch")
-    group = parser.add_argument_group("batch", "for the debug state and --write_tensors 0")
-    group.add_argument("--input", default=INPUT,
-                       help="token file of the batch")
-    group.add_argument("--num_iterations", type=int, default=10, help="steps on the batch")
-    group.add_argument("--batch_size", type=int, default=4, help="B")
-    group.add_argument("--sequence_length", type=int, default=argparse.SUPPRESS,
-                       help="T (default: 64, at most the model's longest sequence)")
-    benchmark = group = parser.add_argument_group(
-        "benchmark", "for --write_tensors 0: files always come from a float32 run on the CPU")
-    group.add_argument("--inference_only", type=int, choices=(0, 1), default=0,
-                       help="1: forward passes only")
-    group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
-                       help="bfloat16, float16: autocast")
-    group.add_argument("--compile", type=int, choices=(0, 1), default=0, help="torch.compile")
-    group.add_argument("--tensorcores", type=int, choices=(0, 1), default=0,
-                       help="TF32 matmuls on a GPU")
-    group.add_argument("--flash", type=int, choices=(0, 1), default=0,
-                       help="F.scaled_dot_product_attention, which the others always use")
-    group.add_argument("--device", default="auto",
-                       help="cpu, cuda, mps; auto: a GPU when there is one")
+    benchmark = add_run_flags(parser)
     args = parser.parse_args()
     for name, least in (("num_iterations", 0), ("batch_size", 1), ("sequence_length", 1)):
         if getattr(args, name, least) < least:

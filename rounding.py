@@ -329,6 +329,15 @@ def operations(run):
 
         return Rounding.apply
 
+    return Operations(rounding(u.sums, u.sums), rounding(u.tensors, u.tensors),
+                      rounding(u.residual, u.tensors),
+                      *sums_of(run), *norms_of(run))
+
+
+def sums_of(run):
+    """(bias, matmul) of Operations."""
+    u = run.u
+
     class Bias(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, bias):
@@ -357,6 +366,13 @@ def operations(run):
                 g = g.flatten(0, -2)
             return da, run.rounded(run.product(a.transpose(-1, -2), g, ctx.input_fp8, ctx.fp8),
                                    u.tensors), None
+
+    return Bias.apply, Matmul.apply
+
+
+def norms_of(run):
+    """(layernorm, rmsnorm, softmax) of Operations."""
+    u = run.u
 
     class Layernorm(torch.autograd.Function):
         @staticmethod
@@ -411,6 +427,4 @@ def operations(run):
             probs, = ctx.saved_tensors
             return run.rounded(run.rounded(g - run.row_sums(probs * g), u.sums) * probs, u.tensors)
 
-    return Operations(rounding(u.sums, u.sums), rounding(u.tensors, u.tensors),
-                      rounding(u.residual, u.tensors),
-                      Bias.apply, Matmul.apply, Layernorm.apply, RMSNorm.apply, Softmax.apply)
+    return Layernorm.apply, RMSNorm.apply, Softmax.apply

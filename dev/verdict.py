@@ -23,9 +23,8 @@ from tqdm import tqdm
 from llmc.checkpoint import padded
 from llmc.errors import UserError, run_main
 from llmc.tensors import allocate
-from test_gpt2 import (ADAMW_CHECK, BACKENDS, SMOOTH, Yardstick, judge_update, precision_of, replay,
-                       require,
-                       starting_weights)
+from test_gpt2 import ADAMW_CHECK, SMOOTH, Yardstick, judge_update, require
+from backends import BACKENDS, precision_of, replay, starting_weights
 import train_llama3
 from train_gpt2 import GPT2, random_model
 from train_speedrun import Speedrun

@@ -8,6 +8,10 @@ from llmc.errors import UserError, import_package
 from llmc.files import open_input
 
 EOT = "<|endoftext|>"
+# Latin-1's; others are characters from U+0100 on
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+LETTERS = dict(zip(map(chr, [*PRINTABLE, *range(256, 324)]),
+                   [*PRINTABLE, *sorted({*range(256)} - {*PRINTABLE})]))
 OLDER_FILES = "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"
 
 
@@ -119,3 +123,42 @@ def read_object(path):
             return dict(json.load(f))
         except (ValueError, TypeError, RecursionError) as error:
             raise UserError(f"{path}: is not a JSON object ({error}): mend or remove it") from None
+
+
+def our_tokenizer_files(config, tokenizer):
+    """Return {name: content} of tokenizer.json, for Hugging Face's `tokenizers`, and
+    tokenizer_config.json.
+
+    A vocabulary of bytes or characters becomes a byte-pair encoding without merges; any other gives
+    {}.
+    """
+    ids = {token: id for id, token in enumerate(tokenizer.tokens) if id != tokenizer.eot}
+    letters = {token: token.decode(errors="replace") for token in ids}
+    byte_level = None
+    decoder = {"type": "Fuse"}
+    if len(ids) == 256 and all(len(token) == 1 for token in ids):
+        byte_level = decoder = {"type": "ByteLevel", "add_prefix_space": False,
+                                "trim_offsets": False,
+                                "use_regex": False}
+        letters = {bytes([byte]): letter for letter, byte in LETTERS.items()}
+    elif not all(len(letter) == 1 and letter.encode() == token
+                 for token, letter in letters.items()):
+        return {}
+    special = {"id": tokenizer.eot, "content": EOT, "single_word": False, "lstrip": False,
+               "rstrip": False,
+               "normalized": False, "special": True}
+    vocabulary = {letters[token]: id for token, id in ids.items()} | {EOT: tokenizer.eot}
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+             "ignore_merges": False,
+             "vocab": vocabulary, "merges": []}
+    tokenizer_json = {"version": "1.0", "truncation": None, "padding": None,
+                      "added_tokens": [special],
+                      "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None,
+                      "decoder": decoder,
+                      "model": model}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.maxT,
+                "eos_token": EOT,
+                "bos_token": EOT, "clean_up_tokenization_spaces": False}
+    return {"tokenizer.json": json.dumps(tokenizer_json, indent=1).encode(),
+            "tokenizer_config.json": json.dumps(settings, indent=2).encode()}

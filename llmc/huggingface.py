@@ -180,15 +180,11 @@ def with_our_prefix(state, prefix, embedding):
     return named
 
 
-def read_hf_folder(folder, gpt2, llama):
-    """(architecture, config, params) of a Hugging Face folder, without pickle. gpt2, llama: the two
-    pages' classes."""
-    safetensors = import_package("safetensors", "a Hugging Face folder")
-    config_path, weights_path = (os.path.join(folder, name)
-                                 for name in ("config.json", "model.safetensors"))
-    index_path = f"{weights_path}.index.json"
-    path = config_path
-    state = {}
+NOT_READABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+
+
+def read_config(path, gpt2, llama):
+    """(architecture, config) of a config.json. gpt2, llama: the two pages' classes."""
     try:
         with open_input(path, HINT) as f:
             hf = json.load(f)
@@ -197,79 +193,110 @@ def read_hf_folder(folder, gpt2, llama):
             architecture, config_of, expected, known = (llama, llama_config_of, LLAMA_EXPECTED,
                                                         LLAMA_FIELDS)
         for key, value in {**dict.fromkeys(expected), **hf}.items():
-            allowed = expected.get(key,
-                                   (value if key in known or not value or HARMLESS.fullmatch(key)
-                                    else None,))
+            is_harmless = key in known or not value or HARMLESS.fullmatch(key)
+            allowed = expected.get(key, (value if is_harmless else None,))
             if hf.get(key, allowed[0]) not in allowed:
                 raise UserError(f"{path}: {key} is {value!r:.60}, expected {allowed[0]!r}: not a"
                                 f" {architecture.TITLE} that this project trains")
         config = config_of(hf, path, architecture.Config)
-        shards = [weights_path]
-        if wrong := config.fault():
-            raise UserError(f"{path}: {wrong}")
-        # which names several files
-        if os.path.lexists(index_path) and not os.path.lexists(weights_path):
-            path = weights_path = index_path
-            with open_input(path, HINT) as f:
-                names = sorted(set(json.load(f)["weight_map"].values()))
-            for name in names:
-                if os.path.isabs(name) or ".." in name.split("/"):
-                    raise UserError(f"{path}: names {name!r:.60}, expected files of the folder")
-            shards = [os.path.join(folder, name) for name in names]
-        for path in shards:
-            with open_input(path, HINT) as f:
-                if not os.path.isfile(path):  # a device may have no end
-                    raise UserError(f"{path}: is no file; {HINT}")
-                state |= safetensors.deserialize(f.read())
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError,
-            RecursionError) as error:
-        what = ("configuration of a GPT-2 or Llama" if path == config_path
-                else "index of a model's shards")
-        raise UserError(f"{path}: not the {what} ({error!r})") from None
-    except safetensors.SafetensorError as error:
-        raise UserError(f"{path}: not a safetensors file ({error})") from None
+    except NOT_READABLE as error:
+        raise UserError(f"{path}: not the configuration of a GPT-2 or Llama ({error!r})") from None
+    if wrong := config.fault():
+        raise UserError(f"{path}: {wrong}")
+    return architecture, config
 
-    is_llama = architecture is llama
-    prefix, embedding = ("model.", "embed_tokens.weight") if is_llama else ("", "wte.weight")
-    state = with_our_prefix(state, prefix, embedding)
-    unread = {name for name in state if not UNREAD.fullmatch(name)}
 
-    def fetch(name, shape):
-        if name not in state:
-            raise UserError(f"{weights_path}: tensor {name} is missing")
-        tensor = state[name]
-        unread.discard(name)
+def shards_of(folder):
+    """(the file that names the weights, the paths of those that hold them): model.safetensors, or
+    an index and the files that it names."""
+    path = os.path.join(folder, "model.safetensors")
+    index = f"{path}.index.json"
+    if os.path.lexists(path) or not os.path.lexists(index):
+        return path, [path]
+    try:
+        with open_input(index, HINT) as f:
+            names = sorted(set(json.load(f)["weight_map"].values()))
+        for name in names:
+            if os.path.isabs(name) or ".." in name.split("/"):
+                raise UserError(f"{index}: names {name!r:.60}, expected files of the folder")
+        return index, [os.path.join(folder, name) for name in names]
+    except NOT_READABLE as error:
+        raise UserError(f"{index}: not the index of a model's shards ({error!r})") from None
+
+
+def read_tensors(paths):
+    """{name: tensor, as safetensors gives it} of all files."""
+    safetensors = import_package("safetensors", "a Hugging Face folder")
+    found = {}
+    for path in paths:
+        with open_input(path, HINT) as f:
+            if not os.path.isfile(path):  # a device may have no end
+                raise UserError(f"{path}: is no file; {HINT}")
+            try:
+                found |= safetensors.deserialize(f.read())
+            except safetensors.SafetensorError as error:
+                raise UserError(f"{path}: not a safetensors file ({error})") from None
+    return found
+
+
+class Weights:
+    """The tensors of a folder, which `fetch` hands out; `unread` are those that it has not."""
+
+    def __init__(self, path, tensors):
+        self.path = path  # for messages
+        self.tensors = tensors
+        self.unread = {name for name in tensors if not UNREAD.fullmatch(name)}
+
+    def fetch(self, name, shape):
+        """A tensor in float32; raises UserError if it is missing, of another dtype or shape."""
+        if name not in self.tensors:
+            raise UserError(f"{self.path}: tensor {name} is missing")
+        tensor = self.tensors[name]
+        self.unread.discard(name)
         if tensor["dtype"] not in STORED:
-            raise UserError(f"{weights_path}: {name} is of {tensor['dtype']}, expected"
+            raise UserError(f"{self.path}: {name} is of {tensor['dtype']}, expected"
                             f" {', '.join(STORED)}")
         numbers = np.frombuffer(tensor["data"], STORED[tensor["dtype"]]).reshape(tensor["shape"])
-        tensor = (bf16_to_float32(numbers) if tensor["dtype"] == "BF16"
-                  else numbers.astype(np.float32, copy=False))
-        if tensor.shape != shape:
-            raise UserError(f"{weights_path}: {name} has shape {tensor.shape}, expected {shape}"
-                            " from config.json")
-        return tensor
+        if numbers.shape != shape:
+            raise UserError(f"{self.path}: {name} has shape {numbers.shape}, expected {shape} from"
+                            " config.json")
+        is_bfloat16 = tensor["dtype"] == "BF16"
+        return bf16_to_float32(numbers) if is_bfloat16 else numbers.astype(np.float32, copy=False)
+
+
+def read_hf_folder(folder, gpt2, llama):
+    """(architecture, config, params) of a Hugging Face folder, without pickle. gpt2, llama: the two
+    pages' classes."""
+    config_path = os.path.join(folder, "config.json")
+    architecture, config = read_config(config_path, gpt2, llama)
+    is_llama = architecture is llama
+    path, shards = shards_of(folder)
+    prefix, embedding = ("model.", "embed_tokens.weight") if is_llama else ("", "wte.weight")
+    weights = Weights(path, with_our_prefix(read_tensors(shards), prefix, embedding))
 
     shape = config.V, config.C
-    wte = fetch(prefix + embedding, shape)
-    if "lm_head.weight" in state and not np.array_equal(fetch("lm_head.weight", shape), wte):
-        if not is_llama:
-            raise UserError(f"{weights_path}: lm_head.weight differs from wte.weight: this project"
-                            " ties the two")
-        # a head of its own is used, whatever the flag says
-        config = dataclasses.replace(config, tied=0)
+    wte = weights.fetch(prefix + embedding, shape)
+    if "lm_head.weight" in weights.tensors:
+        if not np.array_equal(weights.fetch("lm_head.weight", shape), wte):
+            if not is_llama:
+                raise UserError(f"{path}: lm_head.weight differs from wte.weight: this project ties"
+                                " the two")
+            # a head of its own is used, whatever the flag says
+            config = dataclasses.replace(config, tied=0)
+
     table = architecture.parameter_table(config)
     described = table_elements(table)
-    stored = sum(math.prod(tensor["shape"]) for tensor in state.values())
+    stored = sum(math.prod(tensor["shape"]) for tensor in weights.tensors.values())
     if described > 2 * stored + 256 * config.C:  # up to 127 rows of padding, twice
-        raise UserError(f"{config_path}: describes a model of {described} weights, but"
-                        f" {weights_path} has {stored}")
+        raise UserError(f"{config_path}: describes a model of {described} weights, but {path} has"
+                        f" {stored}")
     params = allocate(table)
     for name, view, order in (llama_slices if is_llama else gpt2_slices)(config, params):
-        view[:] = to_ours(fetch(name, to_theirs(view, order).shape), order)
-    if unread:
-        more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
-        raise UserError(f"{weights_path}: tensor {min(unread)}{more} would not be read: not a"
+        view[:] = to_ours(weights.fetch(name, to_theirs(view, order).shape), order)
+    if weights.unread:
+        count = len(weights.unread)
+        more = f" and {count - 1} more" if count > 1 else ""
+        raise UserError(f"{path}: tensor {min(weights.unread)}{more} would not be read: not a"
                         f" {architecture.TITLE} that this project trains")
-    check_finite(weights_path, params, "download or save it again")
+    check_finite(path, params, "download or save it again")
     return architecture, config, params

@@ -14,17 +14,14 @@ import numpy as np
 
 from llmc.errors import UserError, import_package
 from llmc.files import replacing
-from llmc.hf_tokenizer import EOT, JoinedStream, content_of, has_files, read_backend, read_object
+from llmc.hf_tokenizer import (EOT, LETTERS, JoinedStream, content_of, has_files, read_backend,
+                               read_object)
 from llmc.tokenizer import FOLDER_FILES, Tokenizer, find_tokenizer, read_tokenizer, write_tokenizer
 
 ENDS = EOT, "</s>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]"  # if no file says what ends a text
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's tokens for what has no token
 # of GPT-2's tokens in a row
 GPT2_SHA256 = "f2da4ff514c07861464f0fa0120eca6a6137f0008fa0c43209b6b796c32fab99"
-# Latin-1's; others are characters from U+0100 on
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-LETTERS = dict(zip(map(chr, [*PRINTABLE, *range(256, 324)]),
-                   [*PRINTABLE, *sorted({*range(256)} - {*PRINTABLE})]))
 
 
 class Vocabulary(Tokenizer):

@@ -20,7 +20,8 @@ from llmc.gpu.device import to_float32
 from llmc.gpu.geometry import launch_geometry
 from llmc.sampler import Choice, Random
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, layer, views
-from test_kernels import PRECISIONS, check_launches, compile_file, signatures
+from test_kernels import PRECISIONS
+from test_compile import check_launches, compile_file, signatures
 from train_gpt2 import Config
 from train_llama3 import Config as LlamaConfig
 

@@ -60,10 +60,8 @@ def test_grouped_attention(gpu, monkeypatch, B, T, NH, NKV, HS, precision, kind)
         if not hopper_attention(config, numbers, gpu.arch):
             pytest.skip("blocks do not stay here")
         monkeypatch.setattr(device, "sm_count", 2)
-    sizes = (B, T, NH, NKV, HS)
-    Q = NH * HS
-    QKV = (NH + 2 * NKV) * HS
-    e = numbers.dtype
+    sizes = B, T, NH, NKV, HS
+    Q, QKV, e = NH * HS, (NH + 2 * NKV) * HS, numbers.dtype
     inp = random(B, T, QKV, seed=1, spread=1.5, dtype=e)
     dout = random(B, T, Q, seed=2, dtype=e)
     inp_gpu, dout_gpu = on_gpu(inp, dout, dtype=e)

@@ -1,4 +1,4 @@
-"""Who imports whom, as dev/lines.py finds; which version this is."""
+"""The ruler, and who imports whom, as dev/lines.py finds; which version this is."""
 
 import importlib
 import re
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT
-from lines import closure, files, imports
+from lines import (FUNCTION_LINES, assignments, closure, code_files, count, files, functions, imports,
+                   long_lines, most_lines)
 
 
 def test_a_cpu_run_loads_nothing_of_a_gpu():
@@ -21,6 +22,18 @@ def test_a_bfloat16_run_on_one_gpu_loads_nothing_of_8_bits_of_several_gpus_or_of
     loaded = closure("train_gpt2_cuda.py")
     assert not [path for path in loaded if re.search("/several/|/fp8|/decoder", path)]
     assert "llmc/gpu/messages.py" in loaded
+
+
+def test_the_ruler():
+    """At most 2 percent of all lines are longer than 100 columns; files and functions are what one can
+    hold, but a backward pass, which is a list of launches; a statement does one thing."""
+    lines = sum(map(count, code_files()))
+    assert sum(map(long_lines, code_files())) <= 0.02 * lines
+    assert not [path for path in code_files() if count(path) > most_lines(path)]
+    assert not [found for found in functions()
+                if found[0] > FUNCTION_LINES and found[2] != "backward"]
+    total, packed = assignments()
+    assert packed <= 0.05 * total
 
 
 @pytest.mark.parametrize("path", [path for path in files("dev/*.py") if "/kernels/" not in path])

@@ -27,7 +27,7 @@ from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.geometry import kernel_files, model_constants
 from llmc.gpu.precision import Precision
 from profile_gpu import HOLD_FILE
-from test_kernels import check_launches, compile_file, signatures
+from test_compile import check_launches, compile_file, signatures
 import train_gpt2_cuda as cuda
 from train_gpt2 import Config
 

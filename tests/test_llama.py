@@ -20,7 +20,8 @@ from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import open_tokens
 from llmc.debugstate import check_tensor
 from llmc.errors import UserError
-from test_gpt2 import SMOOTH, NumpyRun
+from test_gpt2 import SMOOTH
+from backends import NumpyRun
 from test_layers import SEVERAL_BLOCKS, SHAPES, assert_gradients, forward_of, nan, normal
 from test_verdict import case, first_wrong, given, instead, is_right, scaled
 

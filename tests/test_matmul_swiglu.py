@@ -14,7 +14,8 @@ from llmc.gpu.device import Device, open_gpu, to_float32
 from llmc.gpu.geometry import Has, blocks, hopper_matmul, kernel_files, launch_geometry, pack
 from llmc.gpu.matmul import Linear, Matmul
 from llmc.gpu.precision import Precision
-from test_kernels import SUMS, assert_close, compile_file, on_gpu, random, unwritten, wide
+from test_kernels import SUMS, assert_close, on_gpu, random, unwritten, wide
+from test_compile import compile_file
 from train_llama3 import Config
 from train_speedrun_cuda import Speedrun
 

@@ -21,7 +21,7 @@ from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, parse_settings
 from llmc.tensors import flat, table_elements
 from llmc.threads import BLOCK, parallel_blocks
-from reference import muon
+from reference_optimizers import muon
 from train_gpt2 import GPT2
 from train_llama3 import Llama3
 from train_speedrun import Speedrun

@@ -24,7 +24,8 @@ from llmc.gpu.device import copy_to_gpu, cp, open_gpu
 from llmc.gpu.precision import Precision
 from llmc.gpu.trainer import Trainer, open_device
 from reference import make_debug_state
-from test_gpt2 import BACKENDS, SMOOTH, STEPS, NumpyRun, Yardstick, climb, replay, require
+from test_gpt2 import SMOOTH, Yardstick, climb, require
+from backends import BACKENDS, NumpyRun, STEPS, replay
 from train_gpt2 import GPT2, random_model, random_params
 from train_llama3 import Llama3
 from train_speedrun import Speedrun

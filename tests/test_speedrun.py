@@ -20,7 +20,7 @@ from llmc.gpu.matmul import Linear
 from llmc.gpu.trainer import open_trainer
 from llmc.settings import parse_settings
 from llmc.tensors import Tensors, allocate, flat, table_bytes, views
-from reference import MuonAndAdamW, muon
+from reference_optimizers import MuonAndAdamW, muon
 from test_fp8 import FP8, e4m3, operands_on_gpu
 from test_gpt2 import ADAMW_CHECK
 from test_parity import need
