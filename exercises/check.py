@@ -97,7 +97,7 @@ class Watch:
         self.others = set()
         # also tests that an earlier exercise has imported
         for module in list(sys.modules.values()):
-            if hasattr(module, "check_tensor"):
+            if "check_tensor" in vars(module):  # hasattr would import what transformers has
                 module.check_tensor = self.check_tensor
 
     def check_tensor(self, name, got, expected, tolerance, *more, **options):

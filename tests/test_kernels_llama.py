@@ -9,8 +9,8 @@ import train_gpt2_cuda as cuda
 import train_llama3
 import train_llama3_cuda as llama_cuda
 from llmc.gpu.device import to_float32
-from test_kernels import (  # device: a fixture
-    EXACT, SUMS, assert_close, of_llama, on_gpu, random, unwritten, wide)
+from test_kernels import (  # noqa: F401  (device: a fixture)
+    EXACT, SUMS, assert_close, device, of_llama, on_gpu, random, unwritten, wide)
 
 
 @of_llama
