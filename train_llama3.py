@@ -22,6 +22,7 @@ import math
 
 import numpy as np
 
+import train_gpt2
 from llmc.checkpoint import padded
 from llmc.errors import run_main
 from llmc.files import LLAMA_MAGIC, make_header
@@ -124,6 +125,14 @@ def parameter_table(config, dtype="float32"):
         "lnfw": Row((C,), dtype, ones=True),
     }
 
+
+WORDS = train_gpt2.WORDS | {  # see there
+    "lm_head": "classifier: a row for each token",
+    "cos": "cosines: of RoPE's angles",
+    "sin": "sines: of RoPE's angles",
+    "fch": "hidden layer: up, then gate",
+    "fch_swiglu": "hidden layer, gated: up × gate × sigmoid(gate)",
+}
 
 SIZES = {  # model name -> layers L, heads NH, key and value heads NKV, channels C, feed-forward channels F
     "l2": (2, 2, 1, 128, 384), "l4": (4, 4, 2, 256, 768), "l6": (6, 6, 2, 384, 1024), "l12": (12, 12, 4, 768, 2048),
@@ -395,7 +404,7 @@ class Llama3(GPT2):
     TITLE, MAGIC, Config, Settings = "Llama 3", LLAMA_MAGIC, Config, LlamaSettings
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
     activation_table, scratch_table = staticmethod(activation_table), staticmethod(scratch_table)
-    forward_layers = staticmethod(forward_layers)
+    forward_layers, WORDS = staticmethod(forward_layers), WORDS
 
     def attend(self, l, a):
         c = self.config

@@ -197,6 +197,7 @@ class Loop(contextlib.AbstractContextManager):
         batch = (self.settings.B, self.settings.T, self.settings.spread)
         progress = Progress(done, self.random.state, self.train_loader.position, batch)
         notes = {name: getattr(self.settings, name) for name in ("update_tokens", "data", "val_data", "model")}
+        notes["optimizer"] = self.settings.of_updates()
         self.saver.save(progress, {**notes, "lowest": self.lowest} if self.settings.patience else notes)
         self.saved = done
 
