@@ -25,9 +25,9 @@ const MODE = { gradient: "backward", move: "update", state: "update" };
 const weights = new Set(data.tensors.filter(t => t.kind === "params").map(t => t.name));
 
 class Tensor {
-  constructor(fields, number) {
-    Object.assign(this, fields, { number, whole: fields.whole ?? null, found: null });
-    this.numbers = null;
+  constructor({ name, layer, kind, by, arg, shape, axes, at, of, before, whole = null }, number) {
+    Object.assign(this, { name, layer, kind, by, arg, shape, axes, at, of, before, whole, number });
+    Object.assign(this, { numbers: null, found: null, own: null, size: 0, strides: [0, 0] });
     this.fit();
   }
   fit() {  // to the prompt: positions grow
@@ -284,36 +284,52 @@ const rotation = (mark, arg, sign) => ({ mark: (c, t, j) => j < c.heads * c.HS ?
       : is("", "a × cos − b × sin", a * cos - b * sin);
   } });
 
+// The sums of products of all rows of x and all rows of y, which have K numbers: of two rows and
+// four at a time, as their numbers are a multiple of four.
+function products(x, y, K, isSymmetric) {
+  const I = x.length / K, J = y.length / K, made = new Float32Array(I * J);
+  for (let i = 0; i < I; i += 2) for (let j = isSymmetric ? i & ~3 : 0; j < J; j += 4) {
+    let a = 0, b = 0, c = 0, d = 0, e = 0, f = 0, g = 0, h = 0;
+    for (let k = 0, at = i * K, to = j * K; k < K; k++, at++, to++) {
+      const p = x[at], q = x[at + K], r = y[to], s = y[to + K], t = y[to + 2 * K], u = y[to + 3 * K];
+      a += p * r; b += p * s; c += p * t; d += p * u;
+      e += q * r; f += q * s; g += q * t; h += q * u;
+    }
+    const at = i * J + j, to = at + J;
+    made[at] = a; made[at + 1] = b; made[at + 2] = c; made[at + 3] = d;
+    made[to] = e; made[to + 1] = f; made[to + 2] = g; made[to + 3] = h;
+  }
+  if (isSymmetric) for (let i = 0; i < I; i++)
+    for (let j = 0; j < i; j++) made[i * J + j] = made[j * J + i];
+  return made;
+}
+function turned(x, rows, columns) {
+  const made = new Float32Array(x.length);
+  for (let i = 0; i < rows; i++)
+    for (let j = 0; j < columns; j++) made[j * rows + i] = x[i * columns + j];
+  return made;
+}
 // Muon: U V^T of a matrix (rows, columns) = U S V^T, nearly.
 function orthogonalize(matrix, rows, columns, [steps, [a, b, c]]) {
-  const turned = (x, rows, columns) => x.map((_, i) => x[i % rows * columns + Math.floor(i / rows)]);
-  const asTensor = (x, columns) => ({ data: x, columns });
-  const products = (x, y) => {  // of all rows of x and all rows of y
-    const [I, J] = [x.data.length / x.columns, y.data.length / y.columns];
-    return new Float32Array(I * J).map((_, at) => dot("", "", x.columns,
-      x, Math.floor(at / J) * x.columns, 1, y, at % J * y.columns, 1));
-  };
-  if (rows > columns)
-    return turned(orthogonalize(turned(matrix, rows, columns), columns, rows, [steps, [a, b, c]]),
-      columns, rows);
+  if (rows > columns) return turned(orthogonalize(turned(matrix, rows, columns), columns, rows,
+    [steps, [a, b, c]]), columns, rows);
   const size = Math.sqrt(matrix.reduce((sum, x) => sum + x * x, 0)) + 1e-7;
   let x = matrix.map(number => number / size);
   for (let step = 0; step < steps; step++) {
-    const now = asTensor(x, columns), square = asTensor(products(now, now), rows);
-    const fourth = products(square, square);
-    const mixed = asTensor(square.data.map((s, i) => b * s + c * fourth[i]), rows);
-    const more = products(mixed, asTensor(turned(x, rows, columns), rows));
+    const square = products(x, x, columns, true), fourth = products(square, square, rows, true);
+    const mixed = square.map((s, i) => b * s + c * fourth[i]);
+    const more = products(mixed, turned(x, rows, columns), rows, false);
     x = x.map((number, i) => a * number + more[i]);
   }
   return x;
 }
 function direction(c, i, j) {  // of a Muon step; qkvw, say, is three matrices
-  const [rows, columns] = [c.param.shape[0] / c.blocks, c.param.shape[1]], block = Math.floor(i / rows);
+  const rows = c.param.shape[0] / c.blocks, columns = c.param.shape[1];
+  const block = Math.floor(i / rows);
   const u = (c.shared.directions ??= [])[block] ??= quietly(() => {
-    const matrix = new Float32Array(rows * columns), start = block * rows * columns;
-    for (let at = 0; at < matrix.length; at++)
-      matrix[at] = (1 - c.momentum) * c.grad_scale * c.grad.data[start + at]
-        + c.momentum * c.outs.m.data[start + at];
+    const size = rows * columns, part = x => x.data.subarray(block * size, (block + 1) * size);
+    const m = part(c.outs.m), grad = part(c.grad), own = (1 - c.momentum) * c.grad_scale;
+    const matrix = m.map((x, at) => own * grad[at] + c.momentum * x);
     return orthogonalize(matrix, rows, columns, c.newton_schulz);
   });
   return u[(i - block * rows) * columns + j];
@@ -512,53 +528,51 @@ const FORMULAS = {
         : is("", "probs × dlosses", p * weight);
     } },
   "adamw_update.m": { mark: "np.subtract(g, mean…mean += t", of: (c, i, j) => {
-    const [m, g] = moments(c, "m", "grads", i, j);
+    const m = c.m.num(i, j), g = ofWeight(c, c.grads, i, j);
     return is("", "m + (1 − beta1) × (grad_scale × grads − m)",
       m + (1 - c.beta1) * (c.grad_scale * g - m));
   } },
   "adamw_update.v": { mark: "np.multiply(g, g…square += t", of: (c, i, j) => {
-    const [v, g] = moments(c, "v", "grads", i, j);
+    const v = c.v.num(i, j), g = c.grad_scale * ofWeight(c, c.grads, i, j);
     return is("", "beta2 × v + (1 − beta2) × (grad_scale × grads)²",
-      c.beta2 * v + (1 - c.beta2) * (c.grad_scale * g) ** 2);
+      c.beta2 * v + (1 - c.beta2) * g * g);
   } },
   "adamw_update.move": { mark: "correction2 = |rate = |keep, scale|np.sqrt(square…p -= t",
-    why: "Divided by its own size (√vhat), the mean gradient is about 1 if gradients agree, less "
-      + "if they do not: so a weight moves by about the rate, whatever the gradient's size.",
+    why: "Divided by its own size (√vhat), the mean gradient is about 1 if gradients agree, less if "
+      + "they do not: so a weight moves by about the rate, whatever the gradient's size.",
     of: (c, i, j) => {
-      const { m, v } = c.outs, [weight] = moments(c, "m", "params", i, j).slice(1);
-      const mhat = is("mhat", "new_m / (1 − beta1^step)", m.num(i, j) / (1 - c.beta1 ** c.step));
-      const vhat = is("vhat", "new_v / (1 − beta2^step)", v.num(i, j) / (1 - c.beta2 ** c.step));
-      const step = mhat / (Math.sqrt(vhat) + c.eps) + c.weight_decay * weight;
+      const m = c.outs.m.num(i, j), v = c.outs.v.num(i, j), weight = ofWeight(c, c.params, i, j);
+      const { shared } = c;
+      const mhat = is("mhat", "new_m / (1 − beta1^step)", m / (shared.one ??= 1 - c.beta1 ** c.step));
+      const vhat = is("vhat", "new_v / (1 − beta2^step)", v / (shared.two ??= 1 - c.beta2 ** c.step));
       return is("", "−learning_rate × (mhat / (√vhat + eps) + weight_decay × params)",
-        -c.learning_rate * step);
+        -c.learning_rate * (mhat / (Math.sqrt(vhat) + c.eps) + c.weight_decay * weight));
     } },
   "muon_update.m": { mark: "m += ", of: (c, i, j) => {
-    const [m, g] = moments(c, "m", "grad", i, j);
+    const m = c.m.num(i, j), g = ofWeight(c, c.grad, i, j);
     return is("", "m + (1 − momentum) × (grad_scale × grad − m)",
       m + (1 - c.momentum) * (c.grad_scale * g - m));
   } },
   "muon_update.move": { mark: "u = orthogonalize…param -= u",
-    why: "A gradient's matrix has a few long directions and many short ones. Muon makes all equally "
-      + "long, so that the rare ones are learned, too.",
+    why: "A gradient's matrix has a few long directions and many short ones. Muon makes all of them "
+      + "equally long, so that the rare ones are learned, too.",
     of: (c, i, j) => {
-      const weight = moments(c, "m", "param", i, j)[1], g = moments(c, "m", "grad", i, j)[1];
-      const ratio = Math.sqrt(Math.max(1, c.param.shape[0] / c.blocks / c.param.shape[1]));
+      const m = c.outs.m.num(i, j), weight = ofWeight(c, c.param, i, j);
+      const g = ofWeight(c, c.grad, i, j), [rows, columns] = c.param.shape;
+      const ratio = Math.sqrt(Math.max(1, rows / c.blocks / columns));
       is("matrix", "(1 − momentum) × grad_scale × grad + momentum × new_m",
-        (1 - c.momentum) * c.grad_scale * g + c.momentum * c.outs.m.num(i, j));
-      const u = c.m.whole ? -(c.move.data[c.move.flat(i, j)] / c.learning_rate
-        + c.weight_decay * weight) / ratio : direction(c, i, j);
-      is("u", "“of that matrix, all directions made equally long”", u);
-      is("ratio", "“√(rows / columns), if more than 1”", ratio);
+        (1 - c.momentum) * c.grad_scale * g + c.momentum * m);
+      const move = c.outs.move, u = !c.m.whole ? direction(c, i, j)
+        : -(move.data[move.flat(i, j)] / c.learning_rate + c.weight_decay * weight) / ratio;
+      is("u", "“its number once all directions of that matrix are equally long”", u);
+      is("ratio", "“√(rows / columns), or 1”", ratio);
       return is("", "−learning_rate × (ratio × u + weight_decay × param)",
         -c.learning_rate * (ratio * u + c.weight_decay * weight));
     } },
 };
-// A moment before the update, and another tensor's number of the same weight.
-function moments(c, moment, other, i, j) {
-  const m = c.ins[moment], { whole } = m;
-  return [m.num(i, j), whole ? c[other].num(...m.inWhole([i, j].slice(0, whole.length)))
-    : c[other].num(i, j)];
-}
+// A weight's number, or its gradient's: of a large model, moments have some rows and columns.
+const ofWeight = (c, tensor, i, j) => !c.m.whole ? tensor.num(i, j)
+  : tensor.num(...c.m.inWhole([i, j].slice(0, tensor.shape.length)));
 
 // One step of training: every weight moves, then all is computed anew.
 function train(rate) {

@@ -206,7 +206,7 @@ function drawMap(mode) {
   $("map").dataset.mode = from;
   $("map").replaceChildren(...blocks().map(({ calls, stream, title }) =>
     make("div", { className: `block ${stream && title !== "embedding" ? "branch" : ""}` },
-      words("h3", title), make("div", { className: "ops" }, calls.map(boxes)),
+      words("h2", title), make("div", { className: "ops" }, calls.map(boxes)),
       stream ? make("div", { className: "stream" }, tileOf(stream, "result")) : [])));
 }
 
@@ -389,11 +389,12 @@ function drawStart() {
     words("p", "…"));
   const later = () => {
     const [{ tensor, index, move }] = mostMoved();
-    const chain = tensor.whole ? [] : chainOf(tensor, index);
+    const chain = tensor.whole ? chainOf(gradients[tensor.key], tensor.inWhole(index))
+      : chainOf(tensor, index);
     moved.lastChild.replaceWith(make("p", {}, `${tensor.label(index)}${ofLayer(tensor.layer)} moves `
       + `by ${say(move)}. `, link(tensor, index, "Why that far?")),
     ...(chain.length ? [make("p", {}, "From there back to the loss, along the largest terms: ",
-      chain.slice(1).flatMap((x, i) => [i ? " ← " : "", link(x.tensor, x.index,
+      chain.slice(tensor.whole ? 0 : 1).flatMap((x, i) => [i ? " ← " : "", link(x.tensor, x.index,
         x.tensor.label(x.index))]))] : []));
     const tiles = new Set(chain.map(x => `${x.tensor.key}`));
     for (const a of document.querySelectorAll("#map a[data-number]"))
@@ -476,7 +477,7 @@ function best(probs, t, count) {  // [[id, probability] * count], the likeliest 
 const shade = (p, most, paper) =>
   `background:color-mix(in srgb, var(--accent) ${Math.round(most * p)}%, ${paper})`;
 const guess = ([id, p], target) => make("td", { className: id === target ? "guess right" : "guess",
-  textContent: `${word(id)} ${Math.round(100 * p)}%`, style: shade(p, 50, "transparent") });
+  textContent: `${word(id)} ${Math.round(100 * p)}%`, style: shade(p, 40, "transparent") });
 const outcomes = (losses, guesses, cell = say) => table(losses.map((loss, t) =>
   [position(t), `“${word(targets[t])}” ${say(Math.exp(-loss))}`, cell(loss, t),
     ...guesses[t].slice(0, 3).map(x => guess(x, targets[t]))]),
@@ -740,7 +741,7 @@ addEventListener("keydown", event => {
   if (event.target.matches("input:not(#theme)")) return;
   const group = event.target.closest(".roving");
   if (event.key === "/") $("find").focus();
-  else if (event.key === "Escape") location.hash = `#${tensor?.mode ?? mode}`;
+  else if (event.key === "Escape") location.hash = key ? `#${tensor.mode}` : "#start";
   else if (arrow && group) {
     const all = [...group.querySelectorAll("a")], step = arrow[0] + arrow[1];
     all[(all.indexOf(event.target) + step + all.length) % all.length].focus();

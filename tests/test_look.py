@@ -460,7 +460,7 @@ def test_it_is_used_by_click_and_key(open_page):
     page.wait_for_function("state.key === 'qkv|1'")
     assert page.locator(".across span").all_inner_texts() == ["query", "key", "value"]
     canvas, entries = page.locator(".big canvas"), page.evaluate("history.length")
-    canvas.click(position={"x": 2, "y": canvas.bounding_box()["height"] * 1.5 / (T_OF(data))})
+    canvas.click(position={"x": 2, "y": canvas.bounding_box()["height"] * 1.5 / (len(data["ids"]) - 1)})
     page.wait_for_function("state.index[0] === 1")
     page.locator("h2").first.click()
     page.keyboard.press("ArrowDown")
@@ -479,8 +479,19 @@ def test_it_is_used_by_click_and_key(open_page):
         assert page.locator("#value").count() == 1
 
 
-def T_OF(data):
-    return len(data["ids"]) - 1
+@pytest.mark.parametrize("page", (GPT2,))
+@pytest.mark.parametrize("width", (390, 1440))
+def test_axe_finds_nothing(open_page, width):
+    """Names, contrast, order of headings, keyboard: of each kind of view, in both themes."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    page, *_ = open_page(width)
+    options = {"rules": {"skip-link": {"enabled": False}}}  # any link that is scrolled out of view
+    for where in ("start", "forward/ln1|0/3,4", "update/fcw|0/1,2", "guesses//3", "tour//3"):
+        page.evaluate("where => { location.hash = where; }", where)
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            found = axe.run(page, options=options).response["violations"]
+            assert not found, (where, scheme, [(x["id"], x["nodes"][0]["html"]) for x in found])
 
 
 @PAGES
