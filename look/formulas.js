@@ -114,8 +114,8 @@ const word = id => data.vocabulary[id] === " " ? "␣"
   : JSON.stringify(data.vocabulary[id]).slice(1, -1);
 const position = t => t < T ? `${t} “${word(inputs[t])}”` : t;  // wpe has more
 function say(x) {  // three digits
-  const size = Math.abs(x), isPlain = size >= 1e-3 && size < 1e5 || x === 0 || !isFinite(x);
-  return (x === 0 ? "0" : isPlain ? x.toPrecision(3) : x.toExponential(2)).replaceAll("-", "−");
+  const size = Math.abs(x), isPlain = size >= 1e-3 && size < 1e5 || !isFinite(x);
+  return (Number.isInteger(x) && size < 1e5 ? `${x}` : isPlain ? x.toPrecision(3) : x.toExponential(2)).replaceAll("-", "−");
 }
 
 function forget(kinds = null) {  // what is computed, of all or some kinds

@@ -18,6 +18,7 @@ const button = (textContent, onclick, id = "") =>
   make("button", { type: "button", textContent, onclick, id });
 const largest = (all, count, number) =>  // its numbers are the largest, positive or negative
   all.toSorted((a, b) => Math.abs(number(b)) - Math.abs(number(a))).slice(0, count);
+const linked = ({ tensor, index, value }) => tensor ? link(tensor, index, say(value)) : say(value);
 const clamp = (x, most) => Math.max(0, Math.min(most, Math.floor(x) || 0));
 const percent = p => `${p < .01 ? (100 * p).toFixed(1) : Math.round(100 * p)}%`;
 
@@ -74,7 +75,7 @@ function bandsOf({ name, axes, isWeight, shape }, columns) {  // of a picture's 
 let big = {};  // the canvas of the tensor that was shown last
 function bigPicture() {  // of the tensor that is shown; click its cells
   const { mode, key, index, tensor, picture } = state, { rows, columns } = picture;
-  const width = $("detail").clientWidth, room = width < 700 ? width - 70 : width * .52;
+  const width = $("detail").clientWidth, room = width < 700 ? width - 70 : width * .46;
   const across = Math.min(28, room / columns), up = Math.max(.4, Math.min(15, 340 / rows));
   const [row, column] = picture.cell(index), { full } = tensor.limits;
   const place = ({ offsetX, offsetY }) =>
@@ -191,17 +192,18 @@ function drawMap(mode) {
   const tileOf = (t, className) => all[t.key] ? tile(all[t.key], t.key, className) : [];
   const boxes = c => {
     const outs = Object.values(c.outs).sort((a, b) => b.shape.length - a.shape.length);
-    const main = outs.filter(t => t.shape.length > 1 && t.arg !== "rstd" || t.arg === "losses");
+    const isSmall = t => t.shape.length === 1 && t.arg !== "losses" || t.arg === "rstd";
+    const main = outs.filter(t => !isSmall(t) && t !== sums[0].inp1);
     const weights = Object.values(c.ins).filter(t => t.isWeight);
-    const layer = (outs[0] ?? {}).layer, stem = c.f.replace("_forward", "");
-    const others = mode !== "backward" ? [] : tensors.filter(t => t.kind === "gradient"
-      && !inGradients.has(t) && t.layer === layer && t.call.f === `${stem}_backward`);
-    const results = [...main.map(t => tileOf(t, "result")), others.map(t => tile(t, t.key, "result"))];
-    const small = [...weights, ...outs.filter(t => !main.includes(t))].map(t => tileOf(t, t.isWeight ? "weight" : "statistic"));
-    const found = [results, small].flat(Infinity);
-    return found.length ? make("div", { className: "op" }, words("b", stem),
-      make("div", { className: "results" }, results.flat(Infinity)),
-      make("div", { className: "small" }, small.flat(Infinity))) : [];
+    const stem = c.f.replace("_forward", ""), isOwn = t => t.kind === "gradient"
+      && !inGradients.has(t) && t.layer === outs[0].layer && t.call.f === `${stem}_backward`;
+    const others = mode === "backward" ? tensors.filter(isOwn) : [];
+    const results = [main.map(t => tileOf(t, "result")), others.map(t => tile(t, t.key, "result"))];
+    const small = [weights.map(t => tileOf(t, "weight")),
+      outs.filter(isSmall).map(t => tileOf(t, "statistic"))].flat(Infinity);
+    return results.flat(Infinity).length + small.length ? make("div", { className: "op" },
+      words("b", stem), make("div", { className: "results" }, results),
+      make("div", { className: "small" }, small)) : [];
   };
   $("map").dataset.mode = from;
   $("map").replaceChildren(...blocks().map(({ calls, stream, title }) =>
@@ -227,6 +229,11 @@ function nodesOf(expression, scope, asNumbers) {
   });
 }
 
+function sumOf(c, rows, expression) {  // its expression, with the tensors' names
+  const names = new Map((rows[0]?.parts ?? []).filter(part => part.tensor)
+    .flatMap(({ tensor }) => namesOf(c, tensor).map(name => [name, tensor.title])));
+  return expression.replace(/[A-Za-z_]\w*/g, name => names.get(name) ?? name);
+}
 function stepsOf(c, made, label) {  // the lines of a formula, and the tables of its sums
   const scope = new Map(Object.entries(c).filter(([, x]) => typeof x === "number")
     .map(([name, value]) => [name, { value }])), tables = [];
@@ -237,7 +244,7 @@ function stepsOf(c, made, label) {  // the lines of a formula, and the tables of
     scope.set(name, own);
     const title = isLast ? words("b", label) : words("i", name);
     if (rows) tables.push([rows, expression, isLast ? label : name]);
-    const symbols = rows ? [`sum of ${rows.length} `, expression]
+    const symbols = rows ? [`Σ ${sumOf(c, rows, expression)}, ${rows.length} terms`]
       : own.tensor ? [own.tensor.label(own.index)] : nodesOf(expression, scope, false);
     const isSum = rows || own.tensor || expression[0] === "“";
     return make("p", {}, title, " = ", symbols,
@@ -248,30 +255,34 @@ function stepsOf(c, made, label) {  // the lines of a formula, and the tables of
   return [make("div", { className: "made" }, lines), tables.map(x => termsOf(...x))];
 }
 
-function termsOf(rows, expression, name) {  // a sum's, the largest first
+function termsOf(rows, expression, name) {  // a sum's: a strip of all, and the largest in numbers
   const nested = rows.flatMap(row => row.parts).filter(part => part.rows);
-  if (nested.length) return nested.map(part => termsOf(part.rows, part.expression, part.name));
+  if (nested.length)
+    return nested.map(part => termsOf(part.rows, part.expression, `${name}, ${part.name}`));
   if (!rows.length) return [];
+  const partsOf = row => row.parts.filter(part => part.tensor || part.name);
+  const columns = partsOf(rows[0]), [first] = columns;
+  const hasTerm = columns.length > 1 || expression.includes("²");
+  const changing = [...first.index.keys()].filter(axis =>
+    rows.length === 1 || rows.some(row => partsOf(row)[0].index[axis] !== first.index[axis]));
+  const which = ({ tensor, index }) => changing.map(axis =>
+    tensor.inWords(index)[axis].replace(`${tensor.axes[axis]} `, "")).join(", ");
   const shown = largest(rows, 10, row => row.value), rest = rows.filter(row => !shown.includes(row));
-  const isRead = parts => parts.filter(part => part.tensor || part.name);
-  const [first] = isRead(rows[0].parts), differs = axis => rows.length === 1
-    || new Set(rows.map(row => row.parts[0].index[axis])).size > 1;
-  const changing = ["", "", ""].map((_, axis) => axis).filter(axis =>
-    axis < first.index.length && differs(axis));
-  const whichOf = part => changing.map(axis => part.tensor.inWords(part.index)[axis]
-    .replace(`${part.tensor.axes[axis]} `, "")).join(", ");
-  const head = part => part.tensor?.title ?? part.name;
-  const reads = isRead(rows[0].parts);
-  return make("div", { className: "terms" }, words("h3", `${name}: its ${rows.length} terms`), table([
-    ...shown.map(({ parts, value }) => [whichOf(isRead(parts)[0]), ...isRead(parts).map(part =>
-      part.tensor ? link(part.tensor, part.index, say(part.value)) : say(part.value)),
-    ...(reads.length > 1 || expression.includes("²") ? [say(value)] : [])]),
-    ...(rest.length ? [[`${rest.length} smaller`, ...reads.slice(0, -1).map(() => ""),
-      ...(reads.length > 1 || expression.includes("²") ? [""] : []).slice(1),
-      say(rest.reduce((sum, row) => sum + row.value, 0))]] : [])],
-  [changing.map(axis => first.tensor.axes[axis]).join(", "), ...reads.map((part, i) =>
-    `${i ? "× " : ""}${head(part)}`), ...(reads.length > 1 ? ["= term"]
-    : expression.includes("²") ? ["term"] : [])]));
+  const lines = shown.map(row => [which(partsOf(row)[0]), ...partsOf(row).map(linked),
+    ...(hasTerm ? [say(row.value)] : [])]);
+  if (rest.length) lines.push([`${rest.length} smaller`, ...columns.map(() => "").slice(hasTerm ? 0 : 1),
+    say(rest.reduce((sum, row) => sum + row.value, 0))]);
+  const head = (part, i) => `${i ? "× " : ""}${part.tensor?.title ?? part.name}`;
+  const bands = [...columns.map((_, i) => row => partsOf(row)[i].value), row => row.value];
+  const most = bands.map(value => Math.max(...rows.map(row => Math.abs(value(row)))) || 1);
+  const strip = draw({ rows: bands.length, columns: rows.length,
+    number: (r, i) => bands[r](rows[i]) / most[r] }, 1);
+  strip.className = "strip";
+  return make("div", { className: "terms" }, words("h3", `${name}: its ${rows.length} terms`),
+    rows.length > 3 && columns.length > 1 ? make("div", { title:
+      [...columns.map((part, i) => head(part, 0)), "their products"].join(", then ") }, strip) : [],
+    table(lines, [changing.map(axis => first.tensor.axes[axis]).join(", "), ...columns.map(head),
+      ...(hasTerm ? ["= term"] : [])]));
 }
 
 function markedLines(lines, marks) {  // "a" a line that has it; "a…b": from a line to another
@@ -287,9 +298,13 @@ function markedLines(lines, marks) {  // "a" a line that has it; "a…b": from a
 function sourceOf(c, index, mark) {
   const { text, line, file } = data.source[c.f], lines = text.trimEnd().split("\n");
   const marked = mark ? markedLines(lines, mark.call ? mark(c, ...index) : mark) : new Set();
-  return make("figure", {}, make("figcaption", {}, words("code", c.f), ` ${file}:${line}`),
-    make("pre", { tabIndex: 0, ariaLabel: `source of ${c.f}` }, lines.map((code, i) =>
-      words(marked.has(i) ? "mark" : "span", `${code}\n`))));
+  const isNear = i => !i || !marked.size || [i - 1, i, i + 1].some(n => marked.has(n));
+  const all = button("all of it", () => figure.classList.add("all"));
+  const figure = make("figure", {}, make("figcaption", {}, words("code", c.f), ` ${file}:${line} `,
+    all), make("pre", { tabIndex: 0, ariaLabel: `source of ${c.f}` }, lines.map((code, i) =>
+    words(marked.has(i) ? "mark" : "span", `${code}\n`, isNear(i) ? isNear(i + 1) ? "" : "gap"
+      : "far"))));
+  return figure;
 }
 
 function howMade(tensor, index) {  // and its function's source; the lines that compute it are marked
@@ -725,8 +740,6 @@ function show() {
   const current = $("map").querySelector("[aria-current=true]"), isNew = before !== `${state.mode}${
     state.key}`;
   if (isNew && innerWidth > 800) current?.scrollIntoView({ block: "nearest" });
-  const mark = $("detail").querySelector("pre mark");
-  if (mark) mark.parentElement.scrollTop = mark.offsetTop - mark.parentElement.offsetTop - 34;
   drawPrompt();
   roving();
   const focus = id && $(id) || wasIn && $("detail").querySelector("h2");
