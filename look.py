@@ -38,6 +38,7 @@ from llmc.tensors import bf16_bits, bf16_to_float32, flat, table_elements, views
 FOLDER = Path(__file__).with_name("look")
 MOST_TOKENS, MOST_MB, MOST_FRAMES = 64, 32, 12
 MOST_ALIVE, MOST_ROWS = 800_000, 32  # weights of a model that trains in the page; rows of others'
+TITLE = b"<title>One training step</title>"  # of page.html, and of the pages of earlier versions
 same = functools.partial(np.array_equal, equal_nan=True)
 
 
@@ -117,7 +118,7 @@ class Recorder:
         self.model = model
         self.tensors, self.calls, self.numbers = [], [], Numbers()  # what the page is told
         self.contents, self.arguments = [], []  # of each tensor, of each call
-        self.functions = {}  # name -> each function that ran
+        self.functions, self.params = {}, {}  # name -> function; (name, layer) -> its weight
         self.gradients, self.forward = {}, {}  # tensor -> its gradient; layer -> its calls
         self.newest, self.places = {}, {}  # address -> its newest tensor; kind, name, layer, rows
         self.changes = {}  # address -> forward calls that changed a tensor: [call, before, undone]
@@ -125,7 +126,7 @@ class Recorder:
             for name, l, (part,) in parts(model.config, getattr(model, kind)):
                 self.places[part.ctypes.data] = kind, name, l, len(part)
                 if kind == "params":
-                    self.add(part, part.copy(), name)
+                    self.params[name, l] = self.add(part, part.copy(), name)
 
     def place(self, x):
         """(kind, name, layer, rows) of an array, by its address."""
@@ -219,6 +220,17 @@ class Recorder:
         return self.describe(content, name=name or argument, layer=l, kind=kind, by=by,
                              arg=argument, shape=shape, axes=axes, at=at)
 
+    def store_without_formula(self):
+        """Give the page the numbers of tensors that it has no formula for; returns how many."""
+        formulas, count = (FOLDER / "formulas.js").read_text("utf-8"), 0
+        for tensor, content in zip(self.tensors, self.contents):
+            if tensor["by"] is not None:
+                layer = re.sub("^(layer|rms)", "", self.calls[tensor["by"]]["f"])
+                if f'"{layer}.{tensor["arg"]}":' not in formulas:
+                    tensor["at"] = self.numbers.add(content)
+                    count += 1
+        return count
+
     def describe(self, content, **fields):
         self.tensors.append(fields)
         self.contents.append(content)
@@ -251,8 +263,8 @@ def run_settings(model, path):
         step = 0
     notes = read_notes(path, steps[-1])
     if "optimizer" not in notes:
-        print(f"note: {marker}: without the run's settings, the update shown is one with {defaults}",
-              file=sys.stderr)
+        print(f"note: {marker}: without the run's settings: the update shown is one with"
+              f" {defaults}", file=sys.stderr)
         return model.Settings(), f"{defaults}, as its checkpoint does not say the run's", step
     known = {field.name for field in dataclasses.fields(model.Settings)}
     found = {name: value for name, value in notes["optimizer"].items() if name in known}
@@ -270,57 +282,67 @@ def largest(x, count):
 
 
 def update(model, path, recorder, alive):
-    """The optimizer's update by this step's gradients, a call for each tensor. Of a matrix that is
-    not `alive`, the page gets where the rows and columns that have the largest moves cross."""
-    optimizer, params, numbers = model.optimizer, model.params, recorder.numbers
+    """Make the optimizer's update by this step's gradients, with the run's settings; the recorder
+    gets a call for each tensor. Returns what the page tells of it."""
     settings, whose, step = run_settings(model, path)
+    optimizer, made = model.optimizer, []
     for moments in (optimizer.m, optimizer.v):
         flat(moments)[...] = rounded(flat(moments))
     norm, scale = model.norm_and_scale(settings)
     rate = learning_rate_at(settings, max(0, min(step, settings.steps - 1)))
-    sources = {"params": params, "m": optimizer.m, "v": optimizer.v, "grads": model.grads}
-    before = {what: views(params.table, x.buffer.copy()) for what, x in sources.items()}
-    made = []
+    sources = {"params": model.params, "m": optimizer.m, "v": optimizer.v, "grads": model.grads}
+    before = {what: views(x.table, x.buffer.copy()) for what, x in sources.items()}
 
     def call(f, arguments):
         made.append((f, arguments))
         f(**arguments)
 
     with watching(call):
-        optimizer.update(params, model.grads, settings, rate, step + 1, scale)
-    after = [*before.values(), params, optimizer.m, optimizer.v]
-    for name, l, (weight, m, v, _, new, *moments) in parts(model.config, *after):
-        where = getattr(params, name)[() if l == "" else l]
-        own = [(f, x) for f, x in made if covers(next(iter(x.values())), where)]
-        f, arguments = own[0]
-        move = new - weight
-        size = np.atleast_2d(np.abs(move))
-        whole = [np.sort(largest(size.max(1 - axis), MOST_ROWS)) for axis in range(2)][-move.ndim :]
-        rows = (lambda x: x) if alive else lambda x: x[np.ix_(*whole)]  # noqa: B023
-        fields = {} if alive else dict(whole=[x.tolist() for x in whole])
-        number = next(n for n, t in enumerate(recorder.tensors)
-                      if (t["kind"], t["name"], t["layer"]) == ("params", name, l))
-        fields |= dict(layer=l, shape=rows(move).shape, axes=recorder.tensors[number]["axes"])
-        describe, ins, outs = recorder.describe, {}, {}
-        for argument, x in arguments.items():
-            if not isinstance(x, np.ndarray):
-                continue
-            what = next(what for what, source in sources.items() if covers(source.buffer, x))
-            if what in ("params", "grads"):
-                ins[argument] = number if what == "params" else recorder.gradients[number]
-                continue
-            old, now = (m, moments[0]) if what == "m" else (v, moments[1])
-            ins[argument] = describe(rows(old), name=f"{argument}({name})", kind="state", by=None,
-                                     arg=argument, at=numbers.add(rows(old)), **fields)
-            outs[argument] = describe(rows(now), name=f"new {argument}({name})", kind="state",
-                                      by=len(recorder.calls), arg=argument, at=None, **fields)
-        outs["move"] = describe(rows(move), name=name, kind="move", by=len(recorder.calls),
-                                arg="move", at=None if alive else numbers.add(rows(move)), **fields)
-        sizes = sizes_of(f, arguments) | dict(blocks=len(own))
-        recorder.calls.append(dict(f=f.__name__, ins=ins, outs=outs, sizes=sizes))
+        optimizer.update(model.params, model.grads, settings, rate, step + 1, scale)
     recorder.functions |= {f.__name__: f for f, _ in made}
-    return dict(whose=whose, step=step + 1, optimizer=type(optimizer).__name__, norm=norm, grad_scale=scale,
-                rate=rate, peak=settings.learning_rate, grad_clip=settings.grad_clip)
+    for name, l, old in parts(model.config, *before.values()):
+        new = [getattr(x, name)[() if l == "" else l][: len(old[0])] for x in sources.values()]
+        own = [(f, arguments) for f, arguments in made
+               if covers(next(iter(arguments.values())), new[0])]
+        f, arguments = own[0]
+        roles = {argument: what for argument, x in arguments.items() if isinstance(x, np.ndarray)
+                 for what, source in sources.items() if covers(source.buffer, x)}
+        sizes = sizes_of(f, arguments) | dict(blocks=len(own))
+        describe_update(recorder, f, sizes, roles, name, l, dict(zip(sources, old)),
+                        dict(zip(sources, new)), alive)
+    return dict(whose=whose, step=step + 1, optimizer=type(optimizer).__name__, norm=norm,
+                grad_scale=scale, rate=rate, peak=settings.learning_rate,
+                grad_clip=settings.grad_clip)
+
+
+def describe_update(recorder, f, sizes, roles, name, l, old, new, alive):
+    """Tell the page of an update of a tensor: the moments before and after, and the move. Of a
+    model that is not `alive`, where the rows and columns that have the largest moves cross.
+    roles: argument -> params, m, v or grads; old, new: these before and after."""
+    move, weight = new["params"] - old["params"], recorder.params[name, l]
+    size = np.atleast_2d(np.abs(move))
+    whole = [np.sort(largest(size.max(1 - axis), MOST_ROWS)) for axis in range(2)][-move.ndim :]
+    fields = dict(layer=l, axes=recorder.tensors[weight]["axes"])
+    if not alive:
+        fields["whole"] = [x.tolist() for x in whole]
+
+    def describe(x, is_given, **others):
+        part = x if alive else x[np.ix_(*whole)]
+        at = recorder.numbers.add(part) if is_given else None
+        by = None if others["kind"] == "state" and is_given else len(recorder.calls)
+        return recorder.describe(part, shape=part.shape, at=at, by=by, **fields, **others)
+
+    ins, outs = {}, {}
+    for argument, role in roles.items():
+        if role in ("params", "grads"):
+            ins[argument] = weight if role == "params" else recorder.gradients[weight]
+        else:
+            title = f"{argument}({name})"
+            ins[argument] = describe(old[role], True, name=title, kind="state", arg=argument)
+            outs[argument] = describe(new[role], False, name=f"new {title}", kind="state",
+                                      arg=argument)
+    outs["move"] = describe(move, not alive, name=name, kind="move", arg="move")
+    recorder.calls.append(dict(f=f.__name__, ins=ins, outs=outs, sizes=sizes))
 
 
 def covers(x, y):
@@ -341,7 +363,7 @@ def film(path, inputs, targets, recorder):
     stream as it begins and after each layer, and attention, in steps of 1/32."""
     steps, frames = complete_checkpoints(path), []
     chosen = sorted({round(x) for x in np.linspace(0, len(steps) - 1, MOST_FRAMES)})
-    attention = next(c for c in recorder.calls if c["f"] == "attention_forward")["outs"]["att"]
+    attention = next(c["outs"]["att"] for c in recorder.calls if "att" in c["outs"])
     for i in chosen if len(steps) > 1 else ():
         model = load_rounded(checkpoint_paths(path, steps[i])[0])
         loss, acts = model.forward(inputs, targets), model.model.acts
@@ -414,9 +436,9 @@ def look(path, prompt, tokenizer=""):
     recorder, inputs, targets = Recorder(model), ids[None, :-1], ids[None, 1:]
     with watching(recorder.record):
         loss = model.forward(inputs, targets)
-        forward, losses = len(recorder.calls), model.acts.losses[0].tolist()
+        forward = len(recorder.calls)
         model.backward()
-    alive = size <= MOST_ALIVE
+    alive = not recorder.store_without_formula() and size <= MOST_ALIVE
     updated = update(model, path, recorder, alive)
     frames = film(path, inputs, targets, recorder)
     longest(recorder, model, most)
@@ -427,7 +449,7 @@ def look(path, prompt, tokenizer=""):
     typed = all(len(word) <= 1 or id in opened.tokenizer.special
                 for id, word in enumerate(vocabulary))
     return dict(
-        path=path, title=model.TITLE, model=config.describe(), loss=loss, losses=losses,
+        path=path, title=model.TITLE, model=config.describe(), loss=loss,
         ids=ids.tolist(), most=most, alive=alive, calls=recorder.calls, forward=forward,
         gradients=recorder.gradients, source=source, tensors=recorder.tensors, words=model.WORDS,
         vocabulary=vocabulary, typed=typed,
@@ -438,8 +460,7 @@ def look(path, prompt, tokenizer=""):
 def check_output(path):
     """Raise UserError if there is something at `path`, and it is not a page of this program's."""
     file = Path(path)
-    begin = (FOLDER / "page.html").read_bytes().partition(b"{")[0]
-    if file.exists() and not (file.is_file() and file.open("rb").read(len(begin)) == begin):
+    if file.exists() and not (file.is_file() and TITLE in file.open("rb").read(300)):
         raise UserError(f"-o {path}: is no page of look.py's, and not written over: choose another"
                         " name")
 
@@ -449,7 +470,7 @@ def write_page(path, data, numbers):
     in which `<` would end the script, and the numbers. JavaScript (up to U+FFFF) and JSON have an
     escape for other characters."""
     page = "{page.html}"
-    for name in ("page.html", "page.css", "formulas.js", "page.js"):
+    for name in ("page.html", "page.css", "formulas.js", "page.js", "views.js"):
         page = page.replace(f"{{{name}}}", (FOLDER / name).read_text("utf-8"))
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = page.replace("{data}", text).encode("ascii", "backslashreplace")
@@ -460,16 +481,18 @@ def write_page(path, data, numbers):
 
 def main():
     parser = Parser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("model", help="the directory of a run, a .bin file or a Hugging Face folder")
-    parser.add_argument("--prompt", default="The cat sat on the mat.", help="the step's text (default: %(default)s)")
-    parser.add_argument("--tokenizer", metavar="FILE", default="", help="tokenizer file (default: beside the model)")
-    parser.add_argument("-o", "--output", default="look.html", help="the page to write (default: %(default)s)")
-    parser.add_argument("--open", type=int, choices=(0, 1), default=1, help="1: open it in a browser (the default)")
+    add = parser.add_argument
+    add("model", help="the directory of a run, a .bin file or a Hugging Face folder")
+    add("--prompt", default="The cat sat on the mat.", help="its text (default: %(default)s)")
+    add("--tokenizer", metavar="FILE", default="", help="a file (default: that beside the model)")
+    add("-o", "--output", default="look.html", help="the page to write (default: %(default)s)")
+    add("--open", type=int, choices=(0, 1), default=1, help="1: open it in a browser (the default)")
     args = parser.parse_args()
     check_output(args.output)
     data, recorder = look(args.model, args.prompt, args.tokenizer)
     write_page(args.output, data, recorder.numbers)
-    print(f"{args.output}: {Path(args.output).stat().st_size / 1e6:.1f} MB, loss {data['loss']:.4f}")
+    megabytes = Path(args.output).stat().st_size / 1e6
+    print(f"{args.output}: {megabytes:.1f} MB, loss {data['loss']:.4f}")
     if args.open:
         webbrowser.open(Path(args.output).resolve().as_uri())
 

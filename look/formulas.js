@@ -37,7 +37,7 @@ class Tensor {
     Object.assign(this, { size: I * J * K, strides: [J * K, K] });
   }
   get mode() { return MODE[this.kind] ?? "forward"; }
-  get isWeight() { return weights.has(this.name) || this.kind === "state"; }  // or its gradient, ...
+  get isWeight() { return weights.has(this.name) || this.kind === "state"; }  // or is of one
   get call() { return this.own ?? calls[this.by]; }
   get formula() { return FORMULAS[`${this.call.f.replace(/^(layer|rms)/, "")}.${this.arg}`]; }
   get key() { return `${this.name}${this.before ? ` before ${this.before}` : ""}|${this.layer}`; }
@@ -88,8 +88,10 @@ class Tensor {
   label(index) { return `${this.title}[${this.inWhole(index).join(", ")}]`; }
   inWords(index) {
     const named = { token: i => `“${word(i)}”`, position, "looks at": position };
-    return this.inWhole(index).map((i, axis) => `${this.axes[axis]} ${
-      (this.isWeight && this.axes[axis] === "position" ? null : named[this.axes[axis]])?.(i) ?? i}`);
+    return this.inWhole(index).map((i, axis) => {
+      const what = this.axes[axis], isPlain = this.isWeight && what === "position";
+      return `${what} ${isPlain ? i : named[what]?.(i) ?? i}`;
+    });
   }
   href(index) { return `#${this.mode}/${this.key}/${index.join(",")}/${this.number}`; }
 }
@@ -115,7 +117,9 @@ const word = id => data.vocabulary[id] === " " ? "␣"
 const position = t => t < T ? `${t} “${word(inputs[t])}”` : t;  // wpe has more
 function say(x) {  // three digits
   const size = Math.abs(x), isPlain = size >= 1e-3 && size < 1e5 || !isFinite(x);
-  return (Number.isInteger(x) && size < 1e5 ? `${x}` : isPlain ? x.toPrecision(3) : x.toExponential(2)).replaceAll("-", "−");
+  const text = Number.isInteger(x) && size < 1e5 ? `${x}`
+    : isPlain ? x.toPrecision(3) : x.toExponential(2);
+  return text.replaceAll("-", "−");
 }
 
 function forget(kinds = null) {  // what is computed, of all or some kinds
@@ -142,7 +146,7 @@ function usePrompt(ids) {
 // ---- what formulas are made of ------------------------------------------------------------------
 
 // Of the number being explained: what was read, { tensor, index, value }, or made, { name,
-// expression, value, rows }; an expression names arguments of the call, its sizes, and what was made.
+// expression, value, rows }; an expression names arguments of the call, sizes, and what was made.
 let parts = null;
 
 function is(name, expression, value, rows) {
@@ -266,7 +270,8 @@ function gradientOfQkv(c, t, j) {
     ? ["score's gradient × query", scores, c.inp] : ["att × dout", c.att, c.dout];
   const one = h => dot(`head ${h}`, expression, T - t, by, by.flat(h, t, t), T,
     rows, rows.flat(t, h * HS + i), rows.strides[0]);
-  return every === 1 ? one(first) : sum("sum", "the heads that share it", every, n => one(first + n));
+  return every === 1 ? one(first)
+    : sum("sum", "the heads that share it", every, n => one(first + n));
 }
 const rotation = (mark, arg, sign) => ({ mark: (c, t, j) => j < c.heads * c.HS ? mark : "pairs = ",
   why: "RoPE turns each pair of a query's and a key's channels by an angle that grows with the "
@@ -291,7 +296,8 @@ function products(x, y, K, isSymmetric) {
   for (let i = 0; i < I; i += 2) for (let j = isSymmetric ? i & ~3 : 0; j < J; j += 4) {
     let a = 0, b = 0, c = 0, d = 0, e = 0, f = 0, g = 0, h = 0;
     for (let k = 0, at = i * K, to = j * K; k < K; k++, at++, to++) {
-      const p = x[at], q = x[at + K], r = y[to], s = y[to + K], t = y[to + 2 * K], u = y[to + 3 * K];
+      const p = x[at], q = x[at + K];
+      const r = y[to], s = y[to + K], t = y[to + 2 * K], u = y[to + 3 * K];
       a += p * r; b += p * s; c += p * t; d += p * u;
       e += q * r; f += q * s; g += q * t; h += q * u;
     }
@@ -445,7 +451,8 @@ const FORMULAS = {
   "qknorm_forward.rstd": { mark: "rstd[...] =",
     of: (c, t, h) => inverseSize(c, "qkv", t, h * c.HS, "HS", 0) },
   "qknorm_forward.qkv": {
-    mark: (c, t, j) => ["heads *= rstd…heads[:, :, :NH]", "heads *= rstd", "heads = qkv"][whose(c, j)],
+    mark: (c, t, j) =>
+      ["heads *= rstd…heads[:, :, :NH]", "heads *= rstd", "heads = qkv"][whose(c, j)],
     of: (c, t, j) => {
       const h = Math.floor(j / c.HS), x = c.ins.qkv.num(t, j);
       if (h >= 2 * c.NH) return because("a value: it is not normalized", x);
@@ -538,13 +545,14 @@ const FORMULAS = {
       c.beta2 * v + (1 - c.beta2) * g * g);
   } },
   "adamw_update.move": { mark: "correction2 = |rate = |keep, scale|np.sqrt(square…p -= t",
-    why: "Divided by its own size (√vhat), the mean gradient is about 1 if gradients agree, less if "
-      + "they do not: so a weight moves by about the rate, whatever the gradient's size.",
+    why: "Divided by its own size (√vhat), the mean gradient is about 1 if gradients agree, less "
+      + "if they do not: so a weight moves by about the rate, whatever the gradient's size.",
     of: (c, i, j) => {
       const m = c.outs.m.num(i, j), v = c.outs.v.num(i, j), weight = ofWeight(c, c.params, i, j);
-      const { shared } = c;
-      const mhat = is("mhat", "new_m / (1 − beta1^step)", m / (shared.one ??= 1 - c.beta1 ** c.step));
-      const vhat = is("vhat", "new_v / (1 − beta2^step)", v / (shared.two ??= 1 - c.beta2 ** c.step));
+      const one = c.shared.one ??= 1 - c.beta1 ** c.step;
+      const two = c.shared.two ??= 1 - c.beta2 ** c.step;
+      const mhat = is("mhat", "new_m / (1 − beta1^step)", m / one);
+      const vhat = is("vhat", "new_v / (1 − beta2^step)", v / two);
       return is("", "−learning_rate × (mhat / (√vhat + eps) + weight_decay × params)",
         -c.learning_rate * (mhat / (Math.sqrt(vhat) + c.eps) + c.weight_decay * weight));
     } },
@@ -554,8 +562,8 @@ const FORMULAS = {
       m + (1 - c.momentum) * (c.grad_scale * g - m));
   } },
   "muon_update.move": { mark: "u = orthogonalize…param -= u",
-    why: "A gradient's matrix has a few long directions and many short ones. Muon makes all of them "
-      + "equally long, so that the rare ones are learned, too.",
+    why: "A gradient's matrix has a few long directions and many short ones. Muon makes all of "
+      + "them equally long, so that the rare ones are learned, too.",
     of: (c, i, j) => {
       const m = c.outs.m.num(i, j), weight = ofWeight(c, c.param, i, j);
       const g = ofWeight(c, c.grad, i, j), [rows, columns] = c.param.shape;

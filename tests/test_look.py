@@ -71,13 +71,13 @@ def browser():
 
 @pytest.fixture
 def open_page(looked, browser, tmp_path):
-    """open_page(width) writes and opens the page: (its Page, look's data, the Recorder). It logs no
-    error."""
-    data, recorder, _ = looked
-    look.write_page("look.html", data, recorder.numbers)
+    """open_page(width, other) writes and opens the run's page, or another (data, Recorder): (its
+    Page, look's data, the Recorder). It logs no error."""
     errors, contexts = [], []
 
-    def show(width=1440):
+    def show(width=1440, other=None):
+        data, recorder = other or looked[:2]
+        look.write_page("look.html", data, recorder.numbers)
         contexts.append(browser.new_context(viewport={"width": width, "height": 900}))
         shown = contexts[-1].new_page()
         shown.set_default_timeout(8000)
@@ -425,6 +425,29 @@ def test_update_guesses_and_film(open_page):
 
 
 @pytest.mark.parametrize("page", (GPT2,))
+def test_a_layer_without_a_formula(open_page, looked, page, monkeypatch, tmp_path):
+    """It is shown, as are the calls that read it; it is not explained, and nothing is trained."""
+    shutil.copytree(look.FOLDER, tmp_path / "look")
+    formulas = tmp_path / "look" / "formulas.js"
+    formulas.write_text(formulas.read_text().replace('"gelu_', '"other_'))
+    monkeypatch.setattr(look, "FOLDER", tmp_path / "look")
+    data, recorder = look.look(str(looked[2]), PROMPT)
+    assert not data["alive"]
+    shown, *_ = open_page(other=(data, recorder))
+    assert shown.evaluate("lossOf()") == pytest.approx(data["loss"], rel=1e-5)
+    shown.evaluate("location.hash = '#forward/fch_gelu|0/3,4'")
+    shown.wait_for_selector("text=No formula is written for this layer")
+    expected = recorder.contents[newest(data, "fch_gelu", 0)][0, 3, 4]
+    assert number(shown.inner_text("#value")) == pytest.approx(expected, rel=0.01)
+
+
+def newest(data, name, layer):
+    """The number of a forward tensor."""
+    return max(i for i, tensor in enumerate(data["tensors"]) if tensor["kind"] == "acts"
+               and (tensor["name"], tensor["layer"]) == (name, layer))
+
+
+@pytest.mark.parametrize("page", (GPT2,))
 @pytest.mark.parametrize("width", (390, 1440, 2560))
 def test_the_explanation_is_in_view(open_page, width):
     """Nothing is wider than the page, and a click on a tile shows number, formula and source line
@@ -460,7 +483,8 @@ def test_it_is_used_by_click_and_key(open_page):
     page.wait_for_function("state.key === 'qkv|1'")
     assert page.locator(".across span").all_inner_texts() == ["query", "key", "value"]
     canvas, entries = page.locator(".big canvas"), page.evaluate("history.length")
-    canvas.click(position={"x": 2, "y": canvas.bounding_box()["height"] * 1.5 / (len(data["ids"]) - 1)})
+    row = canvas.bounding_box()["height"] / (len(data["ids"]) - 1)
+    canvas.click(position={"x": 2, "y": 1.5 * row})
     page.wait_for_function("state.index[0] === 1")
     page.locator("h2").first.click()
     page.keyboard.press("ArrowDown")
