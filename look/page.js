@@ -72,6 +72,9 @@ function bandsOf({ name, axes, isWeight, shape }, columns) {  // of a picture's 
   return shape.length === 3 && columns > 1 ? tokens() : [];
 }
 
+const bandOf = ({ tensor, index }) => tensor?.name === attention.inp.name && !tensor.isWeight
+  ? `${CHANNELS[whose(attention, index[1])]} in ` : "";
+
 let big = {};  // the canvas of the tensor that was shown last
 function bigPicture() {  // of the tensor that is shown; click its cells
   const { mode, key, index, tensor, picture } = state, { rows, columns } = picture;
@@ -141,6 +144,10 @@ function read() {  // the address -> state; what is wrong in it is ignored
   const known = number && tensors[number];
   const key = known || all[chosen] ? chosen : mode === "attention" ? attKeys[0] : "";
   state = { mode: mode in MODES ? mode : "start", key, given: wanted, tensor: known || all[key] };
+  if (state.mode === "attention" && !chosen && most().head.tensor) {
+    ({ tensor: state.tensor, index: state.given } = most().head);
+    state.key = state.tensor.key;
+  }
   if (state.mode === "tour") {
     state.station = clamp(wanted[0], TOUR.length - 1);
     [state.tensor, state.given] = TOUR[state.station].find();
@@ -277,7 +284,9 @@ function termsOf(rows, expression, name) {  // a sum's: a strip of all, and the 
   const empty = columns.map(() => "").slice(hasTerm ? 0 : 1);
   if (rest.length) lines.push([`${rest.length} smaller`, ...empty,
     say(rest.reduce((sum, row) => sum + row.value, 0))]);
-  const head = (part, i) => `${i ? "× " : ""}${part.tensor?.title ?? part.name}`;
+  const ofOne = i => new Set(rows.map(row => bandOf(partsOf(row)[i]))).size === 1;
+  const head = (part, i) =>
+    `${i ? "× " : ""}${ofOne(i) ? bandOf(part) : ""}${part.tensor?.title ?? part.name}`;
   const bands = [...columns.map((_, i) => row => partsOf(row)[i].value), row => row.value];
   const most = bands.map(value => Math.max(...rows.map(row => Math.abs(value(row)))) || 1);
   const strip = draw({ rows: bands.length, columns: rows.length,
@@ -285,7 +294,7 @@ function termsOf(rows, expression, name) {  // a sum's: a strip of all, and the 
   strip.className = "strip";
   return make("div", { className: "terms" }, words("h3", `${name}: its ${rows.length} terms`),
     rows.length > 3 && columns.length > 1 ? make("div", { title:
-      [...columns.map((part, i) => head(part, 0)), "their products"].join(", then ") }, strip) : [],
+      [...columns.map(head), "= terms"].join(", ") }, strip) : [],
     table(lines, [changing.map(axis => first.tensor.axes[axis]).join(", "), ...columns.map(head),
       ...(hasTerm ? ["= term"] : [])]));
 }

@@ -39,8 +39,8 @@ function drawStart() {
   const guesses = best(probs, t, 3).map(([id, p]) => `“${word(id)}” ${percent(p)}`).join(", ");
   const before = inputs.slice(Math.max(0, t - 18), t + 1).map(word).join("");
   const cards = [make("div", { className: "card" }, words("h3", "The most surprising token"),
-    make("p", {}, "After ", words("q", before), " came ", words("mark", word(targets[t])),
-      `. The model gave it ${percent(Math.exp(-loss))}, and rather expected ${guesses}.`),
+    make("p", {}, "After ", words("q", before), " came “", words("mark", word(targets[t])),
+      `”. The model gave it ${percent(Math.exp(-loss))}, and rather expected ${guesses}.`),
     make("p", {}, link(losses, [t], `Why is its loss ${say(loss)}?`), " · ",
       make("a", { href: `#guesses//${t}`, textContent: "What did each layer guess?" })))];
   if (head.tensor) cards.push(make("div", { className: "card" },
