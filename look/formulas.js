@@ -329,16 +329,35 @@ function orthogonalize(matrix, rows, columns, [steps, [a, b, c]]) {
   }
   return x;
 }
-function direction(c, i, j) {  // of a Muon step; qkvw, say, is three matrices
-  const rows = c.param.shape[0] / c.blocks, columns = c.param.shape[1];
-  const block = Math.floor(i / rows);
-  const u = (c.shared.directions ??= [])[block] ??= quietly(() => {
-    const size = rows * columns, part = x => x.data.subarray(block * size, (block + 1) * size);
+function directionsOf(c, block) {  // of a Muon step: the matrix before and after; qkvw has three
+  const rows = c.param.shape[0] / c.blocks, columns = c.param.shape[1], size = rows * columns;
+  return (c.shared.directions ??= [])[block] ??= quietly(() => {
+    const part = x => x.data.subarray(block * size, (block + 1) * size);
     const m = part(c.outs.m), grad = part(c.grad), own = (1 - c.momentum) * c.grad_scale;
-    const matrix = m.map((x, at) => own * grad[at] + c.momentum * x);
-    return orthogonalize(matrix, rows, columns, c.newton_schulz);
+    const before = m.map((x, at) => own * grad[at] + c.momentum * x);
+    const after = orthogonalize(before, rows, columns, c.newton_schulz);
+    return { rows, columns, before, after };
   });
-  return u[(i - block * rows) * columns + j];
+}
+function direction(c, i, j) {
+  const block = Math.floor(i / (c.param.shape[0] / c.blocks));
+  const { rows, columns, after } = directionsOf(c, block);
+  return after[(i - block * rows) * columns + j];
+}
+// The lengths of a matrix's directions, its singular values, by Jacobi's rotations of its rows.
+function lengthsOf(matrix, rows, columns) {
+  if (rows > columns) return lengthsOf(turned(matrix, rows, columns), columns, rows);
+  const x = list(rows, i => Float64Array.from(matrix.subarray(i * columns, (i + 1) * columns)));
+  const product = (a, b) => a.reduce((sum, number, k) => sum + number * b[k], 0);
+  for (let sweep = 0; sweep < 5; sweep++)
+    for (let i = 0; i < rows; i++) for (let j = 0; j < i; j++) {
+      const [a, b] = [x[i], x[j]], both = product(a, b);
+      const angle = Math.atan2(2 * both, product(a, a) - product(b, b)) / 2;
+      const cos = Math.cos(angle), sin = Math.sin(angle);
+      for (let k = 0; k < columns; k++)
+        [a[k], b[k]] = [cos * a[k] + sin * b[k], cos * b[k] - sin * a[k]];
+    }
+  return x.map(row => Math.sqrt(product(row, row))).sort((a, b) => b - a);
 }
 
 // ---- the formulas -------------------------------------------------------------------------------
@@ -534,20 +553,13 @@ const FORMULAS = {
       return came ? is("", "(probs − 1) × dlosses", (p - 1) * weight)
         : is("", "probs × dlosses", p * weight);
     } },
-  "adamw_update.m": { mark: "np.subtract(g, mean…mean += t", of: (c, i, j) => {
-    const m = c.m.num(i, j), g = ofWeight(c, c.grads, i, j);
-    return is("", "m + (1 − beta1) × (grad_scale × grads − m)",
-      m + (1 - c.beta1) * (c.grad_scale * g - m));
-  } },
-  "adamw_update.v": { mark: "np.multiply(g, g…square += t", of: (c, i, j) => {
-    const v = c.v.num(i, j), g = c.grad_scale * ofWeight(c, c.grads, i, j);
-    return is("", "beta2 × v + (1 − beta2) × (grad_scale × grads)²",
-      c.beta2 * v + (1 - c.beta2) * g * g);
-  } },
+  "adamw_update.m": { mark: "np.subtract(g, mean…mean += t", of: (c, i, j) => mean(c, i, j, "") },
+  "adamw_update.v": { mark: "np.multiply(g, g…square += t", of: (c, i, j) => square(c, i, j, "") },
   "adamw_update.move": { mark: "correction2 = |rate = |keep, scale|np.sqrt(square…p -= t",
     why: "Divided by its own size (√vhat), the mean gradient is about 1 if gradients agree, less "
       + "if they do not: so a weight moves by about the rate, whatever the gradient's size.",
     of: (c, i, j) => {
+      if (parts) mean(c, i, j, "new_m"), square(c, i, j, "new_v");
       const m = c.outs.m.num(i, j), v = c.outs.v.num(i, j), weight = ofWeight(c, c.params, i, j);
       const one = c.shared.one ??= 1 - c.beta1 ** c.step;
       const two = c.shared.two ??= 1 - c.beta2 ** c.step;
@@ -556,15 +568,12 @@ const FORMULAS = {
       return is("", "−learning_rate × (mhat / (√vhat + eps) + weight_decay × params)",
         -c.learning_rate * (mhat / (Math.sqrt(vhat) + c.eps) + c.weight_decay * weight));
     } },
-  "muon_update.m": { mark: "m += ", of: (c, i, j) => {
-    const m = c.m.num(i, j), g = ofWeight(c, c.grad, i, j);
-    return is("", "m + (1 − momentum) × (grad_scale × grad − m)",
-      m + (1 - c.momentum) * (c.grad_scale * g - m));
-  } },
+  "muon_update.m": { mark: "m += ", of: (c, i, j) => muonMean(c, i, j, "") },
   "muon_update.move": { mark: "u = orthogonalize…param -= u",
     why: "A gradient's matrix has a few long directions and many short ones. Muon makes all of "
       + "them equally long, so that the rare ones are learned, too.",
     of: (c, i, j) => {
+      if (parts) muonMean(c, i, j, "new_m");
       const m = c.outs.m.num(i, j), weight = ofWeight(c, c.param, i, j);
       const g = ofWeight(c, c.grad, i, j), [rows, columns] = c.param.shape;
       const ratio = Math.sqrt(Math.max(1, rows / c.blocks / columns));
@@ -578,6 +587,22 @@ const FORMULAS = {
         -c.learning_rate * (ratio * u + c.weight_decay * weight));
     } },
 };
+// The moments after an update: AdamW's running means of gradient and square, and Muon's.
+function mean(c, i, j, name) {
+  const m = c.m.num(i, j), g = ofWeight(c, c.grads, i, j);
+  return is(name, "m + (1 − beta1) × (grad_scale × grads − m)",
+    m + (1 - c.beta1) * (c.grad_scale * g - m));
+}
+function square(c, i, j, name) {
+  const v = c.v.num(i, j), g = c.grad_scale * ofWeight(c, c.grads, i, j);
+  return is(name, "beta2 × v + (1 − beta2) × (grad_scale × grads)²",
+    c.beta2 * v + (1 - c.beta2) * g * g);
+}
+function muonMean(c, i, j, name) {
+  const m = c.m.num(i, j), g = ofWeight(c, c.grad, i, j);
+  return is(name, "m + (1 − momentum) × (grad_scale × grad − m)",
+    m + (1 - c.momentum) * (c.grad_scale * g - m));
+}
 // A weight's number, or its gradient's: of a large model, moments have some rows and columns.
 const ofWeight = (c, tensor, i, j) => !c.m.whole ? tensor.num(i, j)
   : tensor.num(...c.m.inWhole([i, j].slice(0, tensor.shape.length)));

@@ -328,9 +328,38 @@ function howMade(tensor, index) {  // with the lines of the source that compute 
   const made = [], whole = [...index, 0, 0].slice(0, 3);
   noting(made, () => formula.of(c, ...whole));
   const [steps, tables] = stepsOf(c, made, label), { why } = formula;
-  return [steps, why ? words("p", why, "why") : [], sourceOf(c, whole, formula.mark),
+  const shown = PICTURES[c.f]?.(tensor, index) ?? [];
+  return [steps, why ? make("div", { className: "why" }, words("p", why), shown) : [], sourceOf(c, whole, formula.mark),
     make("div", { className: "both" }, make("div", {}, tables), bigPicture())];
 }
+
+const svg = (size, text, label) => make("div", { className: "svg", innerHTML: `<svg viewBox="-1.2 ${
+  -1.2} 2.4 2.4" width="${size}" role="img" aria-label="${label}">${text}</svg>` });
+const PICTURES = {  // what a picture says better
+  rope_forward: (tensor, [t, j]) => {  // the pair of channels as an arrow, before and after
+    const c = tensor.call, even = j - j % 2, long = x => Math.hypot(...x);
+    if (j >= c.heads * c.HS) return [];
+    const before = [0, 1].map(i => c.ins.qkv.num(t, even + i));
+    const after = [0, 1].map(i => tensor.num(t, even + i)), size = long(before) || 1;
+    const arrow = ([x, y], style) => `<line x2="${x / size}" y2="${-y / size}" ${style} />`;
+    return [make("div", { className: "side" }, svg(110, `<circle r="1" class="ring" />${arrow(before, "class=before")}${
+      arrow(after, "class=after")}`, "the pair as an arrow, turned"),
+    words("p", `Channels ${even} and ${even + 1} at position ${t}, as an arrow: before (thin) and `
+      + "after it was turned."))];
+  },
+  muon_update: (tensor, [i]) => {  // how long a matrix's directions are, before and after
+    const c = tensor.call;
+    if (c.m.whole || tensor.kind !== "move") return [];
+    const { rows, columns, before, after } =
+      directionsOf(c, Math.floor(i / (c.param.shape[0] / c.blocks)));
+    const [old, now] = [before, after].map(x => lengthsOf(x, rows, columns)), most = old[0];
+    const bars = (all, most) => draw({ rows: 24, columns: all.length,
+      number: (r, n) => all[n] / most > 1 - (r + 1) / 24 ? 1 : 0 }, 1);
+    return [make("div", { className: "side" }, bars(old, most), bars(now, Math.max(...now)),
+      words("p", `The lengths of its ${old.length} directions, before: ${say(most)} to ${
+        say(old.at(-1))}; after: ${say(now[0])} to ${say(now.at(-1))}.`))];
+  },
+};
 
 const MEANING = {
   forward: t => plain(t).split(": ").slice(1).join(": "),

@@ -424,6 +424,16 @@ def test_update_guesses_and_film(open_page):
     page.wait_for_selector("h2:text('at step 6:')")
 
 
+@pytest.mark.parametrize("page", (Speedrun,))
+def test_how_long_a_matrix_s_directions_are(open_page):
+    shown, data, recorder = open_page()
+    for name, shape in (("qkvw", (96, 32)), ("fcprojw", (32, 128))):
+        found = shown.evaluate(f"lengthsOf(newest['{name}|0'].data, {shape[0]}, {shape[1]})")
+        matrix = next(content for tensor, content in zip(data["tensors"], recorder.contents)
+                      if (tensor["kind"], tensor["name"]) == ("params", name))
+        assert found == pytest.approx(np.linalg.svd(matrix, compute_uv=False), rel=1e-4)
+
+
 @pytest.mark.parametrize("page", (GPT2,))
 def test_a_layer_without_a_formula(open_page, looked, page, monkeypatch, tmp_path):
     """It is shown, as are the calls that read it; it is not explained, and nothing is trained."""
@@ -510,7 +520,7 @@ def test_axe_finds_nothing(open_page, width):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     page, *_ = open_page(width)
     options = {"rules": {"skip-link": {"enabled": False}}}  # any link that is scrolled out of view
-    for where in ("start", "forward/ln1|0/3,4", "update/fcw|0/1,2", "guesses//3", "tour//3"):
+    for where in ("start", "forward/ln1|0/3,4", "guesses//3"):
         page.evaluate("where => { location.hash = where; }", where)
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
@@ -539,13 +549,20 @@ def test_it_trains_as_numpy_does(open_page, looked, page):
     assert expected[-1] < expected[0] - 0.1
     assert np.abs(np.array(found) - expected).max() < 1e-4
 
-    text = "Hello!"
+    text = "A longer text than the first."
     shown.fill("#typed", text)
     shown.press("#typed", "Enter")
-    shown.wait_for_function("T === 5")
+    shown.wait_for_function(f"T === {len(text) - 1}")
     ids = np.array([[*text.encode()]], np.int32)
+    model.allocate_activations(1, len(text) - 1)
     assert shown.evaluate("lossOf()") == pytest.approx(
         model.forward(ids[:, :-1], ids[:, 1:]), abs=1e-4)
+    shown.evaluate("location.hash = '#guesses//4'")
+    shown.fill("#temperature", "0.5")
+    logits = model.acts.logits[0, 4].astype(np.float64) / 0.5
+    probs = np.exp(logits - logits.max())
+    percent = round(100 * probs.max() / probs.sum())
+    shown.wait_for_selector(f"text=/when text is drawn: .* {percent}%, /")
     shown.evaluate("location.hash = '#forward/fcw|1/3,4'")
     shown.focus("#weight")
     shown.keyboard.press("End")
