@@ -184,7 +184,8 @@ function drawGuesses() {
   const t = state.position = clamp(state.given[0] ?? most().t, T - 1), layers = streams().map(lens);
   const loss = losses.data[t], logits = probs.call.logits;
   const row = list(logits.shape[1], id => logits.num(t, id) / temperature);
-  const at = id => quietly(() => softmax({ shared: {} }, 0, row.length, i => row[i], id, ""));
+  const call = { shared: {} }, at = id =>
+    quietly(() => softmax(call, 0, row.length, i => row[i], id, ""));
   const warm = { shape: [1, row.length], data: Float32Array.from(row, (_, id) => at(id)) };
   const depends = dependsOf(t);
   return [titled("The best guess after each layer",
