@@ -329,7 +329,8 @@ function howMade(tensor, index) {  // with the lines of the source that compute 
   noting(made, () => formula.of(c, ...whole));
   const [steps, tables] = stepsOf(c, made, label), { why } = formula;
   const shown = PICTURES[c.f]?.(tensor, index) ?? [];
-  return [steps, why ? make("div", { className: "why" }, words("p", why), shown) : [], sourceOf(c, whole, formula.mark),
+  const reason = why ? make("div", { className: "why" }, words("p", why), shown) : [];
+  return [steps, reason, sourceOf(c, whole, formula.mark),
     make("div", { className: "both" }, make("div", {}, tables), bigPicture())];
 }
 
@@ -337,15 +338,15 @@ const svg = (size, text, label) => make("div", { className: "svg", innerHTML: `<
   -1.2} 2.4 2.4" width="${size}" role="img" aria-label="${label}">${text}</svg>` });
 const PICTURES = {  // what a picture says better
   rope_forward: (tensor, [t, j]) => {  // the pair of channels as an arrow, before and after
-    const c = tensor.call, even = j - j % 2, long = x => Math.hypot(...x);
+    const c = tensor.call, even = j - j % 2;
     if (j >= c.heads * c.HS) return [];
     const before = [0, 1].map(i => c.ins.qkv.num(t, even + i));
-    const after = [0, 1].map(i => tensor.num(t, even + i)), size = long(before) || 1;
+    const after = [0, 1].map(i => tensor.num(t, even + i)), size = Math.hypot(...before) || 1;
     const arrow = ([x, y], style) => `<line x2="${x / size}" y2="${-y / size}" ${style} />`;
-    return [make("div", { className: "side" }, svg(110, `<circle r="1" class="ring" />${arrow(before, "class=before")}${
-      arrow(after, "class=after")}`, "the pair as an arrow, turned"),
-    words("p", `Channels ${even} and ${even + 1} at position ${t}, as an arrow: before (thin) and `
-      + "after it was turned."))];
+    const arrows = svg(110, `<circle r="1" />${arrow(before, "class=before")}${arrow(after, "")}`,
+      "the pair as an arrow, turned");
+    return [make("div", { className: "side" }, arrows, words("p", `Channels ${even} and ${even + 1} `
+      + `at position ${t}, as an arrow: before (thin) and after it was turned.`))];
   },
   muon_update: (tensor, [i]) => {  // how long a matrix's directions are, before and after
     const c = tensor.call;
