@@ -37,6 +37,7 @@ SANITIZE ?= (3-97 and (C64x or C240x or C1600x)) or (grouped and 3-97 and (2-2 o
 help:
 	@echo "make train       train a small GPT-2 on the English in Python's standard library: three minutes, no download"
 	@echo "make look        one training step of that model, as a page that you can click: look.html"
+	@echo "make page        the same of a smaller model, which also trains in the page: page/index.html, to publish"
 	@echo "make test        parity with PyTorch on small models, formats, errors; on a GPU, some cases of each kernel's tests"
 	@echo "make test-gpu    every case, on a GPU"
 	@echo "make test-124M   parity of random GPT-2 124M, B=4, T=64, all kernels compiled: some minutes, 14 GB of memory"
@@ -58,7 +59,14 @@ train: $(ENVIRONMENT) data/pyprose_train.bin
 	@echo "train longer:  make train RUN=runs/second STEPS=5000  (Ctrl-C stops it; the same command goes on)"
 
 look: $(ENVIRONMENT)
+	@[ -e "$(RUN)" ] || { echo "$(RUN): no such run: make train RUN=$(RUN) makes it" >&2; exit 1; }
 	$(PYTHON) look.py $(RUN) --prompt "The cat sat on the mat."
+
+# The page that .github/workflows/page.yml publishes: a model that it can also train.
+page: $(ENVIRONMENT) data/pyprose_train.bin
+	$(PYTHON) train_gpt2.py -e d2 -i data/pyprose -t 64 -x 1500 -n 125 -q 0.1 -s 0 -o runs/page -y 1
+	mkdir -p page
+	$(PYTHON) look.py runs/page --prompt "The cat sat on the mat." -o page/index.html --open 0
 
 # The processes share the cores; two threads in each, so that some work is split.
 test test-gpu: export OMP_NUM_THREADS := 2
@@ -131,5 +139,5 @@ endif
 	.venv/bin/python -m pip install -q --progress-bar on $(or $(REQUIREMENTS:%=-r %),numpy -c requirements.txt)
 	@touch $@
 
-.PHONY: help train look test test-gpu test-124M bench check profile sanitize clean \
+.PHONY: help train look page test test-gpu test-124M bench check profile sanitize clean \
     train_gpt2 test_gpt2 train_gpt2cu train_gpt2fp32cu test_gpt2cu test_gpt2fp32cu

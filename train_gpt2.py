@@ -121,6 +121,39 @@ def parameter_table(config, dtype="float32"):
     }
 
 
+WORDS = {  # what each tensor is, for look.py; of an activation's statistics, by the end of the name
+    "wte": "token embedding: a row for each token",
+    "wpe": "position embedding: a row for each position",
+    "encoded": "residual stream: as it begins, the tokens' embeddings",
+    "ln1": "what attention reads: the residual stream, normalized",
+    "_mean": "row means: of what is normalized",
+    "_rstd": "1 / row sizes: of what is normalized",
+    "qkv": "queries, keys, values: of all heads, side by side",
+    "preatt": "scores: how well a query (row) fits each earlier key (column)",
+    "att": "attention: each row's scores, made probabilities",
+    "atty": "what heads gather: values, weighted by attention",
+    "attproj": "what attention adds: to the residual stream",
+    "residual2": "residual stream: after attention",
+    "ln2": "what the MLP reads: the residual stream, normalized",
+    "fch": "hidden layer: of the MLP",
+    "fch_gelu": "hidden layer, bent: after GELU",
+    "fcproj": "what the MLP adds: to the residual stream",
+    "residual3": "residual stream: after this layer",
+    "lnf": "what the classifier reads: the residual stream after the last layer, normalized",
+    "logits": "a number a token: the higher, the likelier it is next",
+    "probs": "probabilities: of the next token",
+    "losses": "losses: -log of the probability of the token that came next",
+    "dlosses": "weight in the mean loss: 1 / T",
+    "ln1w": "gain of a norm: it scales a channel", "ln1b": "bias of a norm",
+    "ln2w": "gain of a norm: it scales a channel", "ln2b": "bias of a norm",
+    "lnfw": "gain of a norm: it scales a channel", "lnfb": "bias of a norm",
+    "qkvw": "weight: makes queries, keys and values", "qkvb": "bias: of queries, keys and values",
+    "attprojw": "weight: mixes what the heads gathered", "attprojb": "bias: of attention's output",
+    "fcw": "weight: each row looks for a pattern", "fcb": "bias: of the hidden layer",
+    "fcprojw": "weight: each column is what a hidden number adds",
+    "fcprojb": "bias: of the MLP's output",
+}
+
 SIZES = {  # model name -> layers L, heads NH, channels C; d12 and larger are GPT-2's sizes
     "d2": (2, 2, 128), "d4": (4, 4, 256), "d6": (6, 6, 384), "d12": (12, 12, 768),
     "d24": (24, 16, 1024),
@@ -238,6 +271,9 @@ def encoder_backward(dwte, dwpe, dout, inp, B, T, C):
     dwte[tokens[firsts]] += np.add.reduceat(dout.reshape(B * T, C)[order], firsts, axis=0)
 
 
+EPS = 1e-5  # in every norm
+
+
 def layernorm_forward(out, mean, rstd, inp, weight, bias, B, T, C):
     """out (B,T,C) = (inp - mean) * rstd * weight + bias; mean, rstd (B,T) = those of each row.
     Variance is biased.
@@ -249,7 +285,7 @@ def layernorm_forward(out, mean, rstd, inp, weight, bias, B, T, C):
     np.subtract(inp, mean[..., None], out=out)
     np.vecdot(out, out, out=rstd)
     rstd *= np.float32(1.0 / C)
-    rstd += np.float32(1e-5)
+    rstd += np.float32(EPS)
     np.sqrt(rstd, out=rstd)
     np.reciprocal(rstd, out=rstd)
     out *= rstd[..., None]
@@ -623,6 +659,7 @@ class GPT2:
     scratch_table = staticmethod(scratch_table)
     forward_layers = staticmethod(forward_layers)
     Optimizer = AdamW
+    WORDS = WORDS
 
     def __init__(self, config, params):
         self.config = config

@@ -24,6 +24,7 @@ import math
 
 import numpy as np
 
+import train_gpt2
 from llmc.checkpoint import padded
 from llmc.errors import run_main
 from llmc.files import LLAMA_MAGIC, make_header
@@ -141,6 +142,14 @@ def parameter_table(config, dtype="float32"):
         "lnfw": Row((C,), dtype, ones=True),
     }
 
+
+WORDS = train_gpt2.WORDS | {  # see there
+    "lm_head": "classifier: a row for each token",
+    "cos": "cosines: of RoPE's angles",
+    "sin": "sines: of RoPE's angles",
+    "fch": "hidden layer: up, then gate",
+    "fch_swiglu": "hidden layer, gated: up × gate × sigmoid(gate)",
+}
 
 # model name -> layers L, heads NH, key and value heads NKV, channels C, feed-forward channels F
 SIZES = {
@@ -463,6 +472,7 @@ class Llama3(GPT2):
     activation_table = staticmethod(activation_table)
     scratch_table = staticmethod(scratch_table)
     forward_layers = staticmethod(forward_layers)
+    WORDS = WORDS
 
     def attend(self, l, a):
         c = self.config

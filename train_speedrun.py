@@ -91,6 +91,17 @@ def parameter_table(config, dtype="float32"):
     }
 
 
+WORDS = train_gpt2.WORDS | {  # see there
+    "lm_head": "classifier: a row for each token",
+    "lm_headb": "bias: of the classifier, how frequent a token is",
+    "embedded": "token embeddings: as they are looked up",
+    "ln0w": "gain of a norm: it scales a channel",
+    "qk_rstd": "1 / sizes: of each head's query and key",
+    "fch_relu2": "hidden layer, bent: after squared ReLU",
+    "cos": "cosines: of RoPE's angles",
+    "sin": "sines: of RoPE's angles",
+}
+
 # layers L, heads NH, channels C
 SIZES = {"s2": (2, 1, 128), "s4": (4, 2, 256), "s6": (6, 3, 384), "s12": (12, 6, 768)}
 
@@ -395,6 +406,7 @@ class Speedrun(GPT2):
     forward_layers = staticmethod(forward_layers)
     Optimizer = Muon
     attend = Llama3.attend
+    WORDS = WORDS
 
     def head(self, tensors):
         return tensors.lm_head[: self.config.V]

@@ -208,6 +208,7 @@ class Loop(contextlib.AbstractContextManager):
         batch = (self.settings.B, self.settings.T, self.settings.spread)
         progress = Progress(done, self.random.state, self.train_loader.position, batch)
         notes = {name: getattr(self.settings, name) for name in ("update_tokens", "data", "val_data", "model")}
+        notes["optimizer"] = self.settings.of_updates()
         if self.settings.patience:
             notes |= {"lowest": self.lowest, "of_patience": of_patience}
         self.saver.save(progress, notes)

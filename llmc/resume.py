@@ -183,6 +183,7 @@ def is_hex(text):
 NOTES = {  # what a checkpoint's notes may hold: a test of its value
     **dict.fromkeys(("data", "val_data", "model", "precision"), lambda text: isinstance(text, str)),
     "update_tokens": lambda number: type(number) is int and number > 0,
+    "optimizer": lambda settings: {*map(type, settings.values())} <= {int, float, str},
     "lowest": lambda pair: [type(number) for number in pair] in ([float, int], [int, int]),
     "recent": lambda rows: len(rows) == 2 and all(
         type(row["count"]) is int and 0 <= row["count"] < 2**31 and len(row["values"]) == WINDOW
@@ -204,7 +205,7 @@ def read_notes(directory, step):
     for name in NOTES.keys() & notes.keys():
         try:
             is_right = NOTES[name](notes[name])
-        except (TypeError, KeyError):  # of another structure
+        except (TypeError, KeyError, AttributeError):  # of another structure
             is_right = False
         if not is_right:
             raise UserError(f"{marker}: {name!r} is {notes[name]!r:.60}, which no run writes;"

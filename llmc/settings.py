@@ -160,6 +160,11 @@ class Settings:
     skips_outliers = property(lambda self: bool(self.skip_loss_zscore or self.skip_norm_zscore))
     needs_norm = property(lambda self: bool(self.grad_clip or self.output_dir or self.skips_outliers))
 
+    def of_updates(self):
+        """{field: value} of what decides how an update follows from its gradients."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+                if field.metadata["group"] == "optimizer" or field.name == "steps"}
+
     def check(self):
         """Raise UserError for an impossible value."""
         def expect(name, is_right, expected):

@@ -396,6 +396,7 @@ def test_damaged_checkpoints_and_logs(workplace, train):
     '{"model": ["d2"]}', '{"update_tokens": "x"}', '{"update_tokens": -1}',
     '{"update_tokens": 1.5}', '{"lowest": 3}', '{"lowest": [1.5]}', '{"lowest": ["a", 2]}',
     '{"recent": {}}', '{"recent": [1, 2]}', '{"recent": [{"count": 1, "values": [2]}, {}]}',
+    '{"optimizer": []}', '{"optimizer": {"beta1": [0.9]}}',
     '{"fp8": []}', '{"fp8": {"updates": 1, "history": "0", "scales": "x"}}', '{"val_data": null}',
     '{"data": {}}'))
 def test_markers_that_no_run_writes(here, text):

@@ -109,7 +109,7 @@ FAULTS = {  # what is wrong: (function, the fault, the first red row)
     "gelu's scale in its fifth digit": ("GELU_SCALE",
                                         lambda right: right * np.float32(1.00002), "logits"),
     "gelu backward off by 1e-5": ("gelu_backward", scaled("dinp", 1.00001), "dfcb"),
-    "layernorm's eps 1e-6": ("layernorm_forward", instead("1e-5", "1e-6"), "logits"),
+    "layernorm's eps 1e-6": ("layernorm_forward", instead("float32(EPS)", "float32(1e-6)"), "logits"),
     "layernorm's bias forgotten in its last channel": (
         "layernorm_forward", instead("out += bias", "out[..., :-1] += bias[:-1]"), "logits"),
     "layernorm backward's rstd off by 1e-4": (
