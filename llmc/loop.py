@@ -1,6 +1,9 @@
-"""What a run does around its updates: read its model and data, validate, sample, log, save, resume, stop on a signal.
-Nothing here depends on the architecture, or on NumPy or CuPy. A page (train_gpt2.py, train_gpt2_cuda.py) passes the
-class of its model, then a model with forward, losses and decoder, and a Saver; the updates are the page's own."""
+"""
+What a run does around its updates: read its model and data, validate, sample, log, save, resume,
+stop on a signal. Nothing here depends on the architecture, or on where tensors lie. A page
+(train_gpt2.py, train_gpt2_cuda.py) passes the class of its model, then a model with forward, losses
+and decoder, and a Saver; the updates are the page's own.
+"""
 
 import contextlib
 import dataclasses
