@@ -6,6 +6,7 @@
     files       headers, size checks, writes to a temporary file that is then renamed
     checkpoint, debugstate   the files of models and optimizer states; what test_gpt2.py compares with
     api         a model from Python, and which page a file is of
+    recorder    what a training step does, as it runs: for look.py
     huggingface   models of Hugging Face's folders
     vocabulary, hf_tokenizer   text to ids and back; the tokenizers of such folders
     resume      a run's checkpoints: saving one, resuming from one

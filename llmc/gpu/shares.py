@@ -134,9 +134,11 @@ class Shares:
     def chunks(self, rank):
         """What the optimizer works on. Returns
 
-        chunks  (n,) CHUNKS of a rank: the first layer's matrices, the rest, the other layers'
-        matrices ends    [where each of these three groups ends] count   how many chunks all ranks
-        have"""
+            chunks  (n,) CHUNKS of a rank: the first layer's matrices, the rest, the other layers'
+                    matrices
+            ends    [where each of these three groups ends]
+            count   how many chunks all ranks have
+        """
         first_layer = []
         rest = []
         other_layers = []
