@@ -156,11 +156,10 @@ WORDS = {  # what each tensor is, for look.py; of an activation's statistics, by
 
 SIZES = {  # model name -> layers L, heads NH, channels C; d12 and larger are GPT-2's sizes
     "d2": (2, 2, 128), "d4": (4, 4, 256), "d6": (6, 6, 384), "d12": (12, 12, 768),
-    "d24": (24, 16, 1024),
-    "d36": (36, 20, 1280), "d48": (48, 25, 1600),
+    "d24": (24, 16, 1024), "d36": (36, 20, 1280), "d48": (48, 25, 1600),
     "c1536": (24, 16, 1536), "c2048": (24, 16, 2048), "c2560": (32, 32, 2560),  # GPT-3's
     "c4096": (32, 32, 4096),
-}  # fmt: skip
+}
 
 
 def random_model(name, V, seed=42, maxT=1024):
@@ -540,8 +539,11 @@ def crossentropy_softmax_backward(dlogits, dlosses, probs, targets, B, T, V):
 def global_norm(grads, N):
     """The Euclidean norm of the flat gradient (N,), as a Python float; sums of short blocks are
     added in float64."""
-    squares = parallel_blocks(lambda start, stop: np.vdot(grads[start:stop],
-                                                          grads[start:stop]), N, BLOCK // 8)
+
+    def square(start, stop):
+        return np.vdot(grads[start:stop], grads[start:stop])
+
+    squares = parallel_blocks(square, N, BLOCK // 8)
     return math.sqrt(math.fsum(squares))
 
 
