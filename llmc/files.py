@@ -10,17 +10,26 @@ import numpy as np
 
 from llmc.errors import UserError
 
-MODEL_MAGIC, LLAMA_MAGIC, STATE_MAGIC, TOKENIZER_MAGIC = 20240326, 20240803, 20240327, 20240328
-TOKENS_MAGIC, TOKENS32_MAGIC, EXAMPLES_MAGIC, OPTIMIZER_MAGIC = (20240520, 20240801, 20240522,
-                                                                 20240527)
+MODEL_MAGIC = 20240326
+STATE_MAGIC = 20240327
+TOKENIZER_MAGIC = 20240328
+TOKENS_MAGIC = 20240520
+EXAMPLES_MAGIC = 20240522
+OPTIMIZER_MAGIC = 20240527
+TOKENS32_MAGIC = 20240801
+LLAMA_MAGIC = 20240803
 SPEEDRUN_MAGIC = 20261128  # ours
 KINDS = {
     MODEL_MAGIC: "GPT-2 checkpoint of train_gpt2.py",
     LLAMA_MAGIC: "Llama 3 checkpoint of train_llama3.py",
-    STATE_MAGIC: "debug state", TOKENIZER_MAGIC: "tokenizer", TOKENS_MAGIC: "token file",
+    SPEEDRUN_MAGIC: "checkpoint of train_speedrun.py",
+    STATE_MAGIC: "debug state",
+    TOKENIZER_MAGIC: "tokenizer",
+    TOKENS_MAGIC: "token file",
     TOKENS32_MAGIC: "token file",
-    EXAMPLES_MAGIC: "file of evaluation examples", OPTIMIZER_MAGIC: "checkpoint's optimizer state",
-    SPEEDRUN_MAGIC: "checkpoint of train_speedrun.py"}
+    EXAMPLES_MAGIC: "file of evaluation examples",
+    OPTIMIZER_MAGIC: "checkpoint's optimizer state",
+}
 HEADER_BYTES = 1024
 FILE_CHUNK = 1 << 20  # elements that file readers and writers hold at a time
 EXPORT = "make it with: python export_weights.py"  # for a missing model or tokenizer
