@@ -217,7 +217,8 @@ def test_the_encoding_of_a_long_text(here, run_here, lines, end):
     """Of more than what is looked at, which may end within a letter."""
     text = f"渡轮中午离开，海鸥跟着它。我们数船，有四十艘。{end}".encode("gbk")
     Path("x.txt").write_bytes(b"text\n" * lines + text * 40000)
-    run_here(prepro_text, "x.txt", fails=(f"byte {5 * lines}", "it looks like GBK: iconv"))
+    run_here(prepro_text, "x.txt", "--vocabulary", "chars",
+             fails=(f"byte {5 * lines}", "it looks like GBK: iconv"))
 
 
 @pytest.mark.parametrize("text, words", (
@@ -226,7 +227,7 @@ def test_the_encoding_of_a_long_text(here, run_here, lines, end):
 def test_an_encoding_that_cannot_be_told(here, run_here, text, words):
     """No hint is better than a wrong one; where several make plausible letters, it has them."""
     Path("x.txt").write_bytes(text.encode("cp1252"))
-    run_here(prepro_text, "x.txt", fails=("x.txt: not UTF-8 text", words))
+    run_here(prepro_text, "x.txt", "--vocabulary", "chars", fails=("x.txt: not UTF-8 text", words))
 
 
 @pytest.mark.parametrize("encoding, kind, text", (

@@ -138,7 +138,7 @@ def test_what_a_chat_leaves_out(tmp_path, capsys):
     " endgeneration %}",
      '{"a":2,"b":"é"}'), ("{% foo %}", "line 1: Encountered unknown tag"),
     ("{{ ''.__class__.x }}", "object is unsafe"),
-    ("{{ 'x' * 2 ** 40 }}", "MemoryError"), ("{{ 'x' * 2 ** 23 }}", "makes 8388608 characters"),
+    ("{{ 'x' * 2 ** 60 }}", "MemoryError"), ("{{ 'x' * 2 ** 23 }}", "makes 8388608 characters"),
     ("{{ raise_exception('no') }}", "template says: no"), ("", "no token"),
     (None, "expected a text")))
 def test_chat_templates(tmp_path, template, expected):
@@ -223,7 +223,7 @@ def test_ctrl_c_leaves_the_samples_so_far(workplace, run_here, monkeypatch):
     assert [len(json.loads(line)["ids"]) for line in done.stdout.splitlines()] == [3, 3]
     done = run_here(generate, MODEL, "--prompt_ids", 65, "--tokens", 9, check=False)
     assert done.returncode == 130 and done.stdout.endswith("\n"), "a shell's prompt begins a line"
-    assert done.stdout.count("\n") == 1 and done.stderr == "generate.py: interrupted\n"
+    assert done.stdout.count("\n") == 1 and done.stderr.endswith("generate.py: interrupted\n")
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
     done = run_here(generate, MODEL, "--interactive", "--samples", 2, "--tokens", 5)
     assert done.stdout.count("---") == 2, "an answer ends, not the program"

@@ -56,7 +56,7 @@ def test_a_fault_in_fp8_matmuls_is_red(fault, monkeypatch):
 def quantizing(statement):
     """Fp8.quantize begins with this. What no graph writes stays as the batch that prepares a
     trainer has left it."""
-    return instead("    g, (*_", f"    {statement}\n    g, (*_")
+    return instead("    *_, N, C", f"    {statement}\n    *_, N, C")
 
 
 # what is wrong: (method of Fp8, the fault, the first red row); NOISY_FAULTS has others
