@@ -144,9 +144,7 @@ class LlamaAttention(nn.Module):
 
     def forward(self, x):
         B, T, _ = x.shape
-        NH = self.config.NH
-        NKV = self.config.NKV
-        HS = self.config.HS
+        NH, NKV, HS = self.config.NH, self.config.NKV, self.config.HS
         cos, sin = rotations(self.config, T, x)
         query, key, value = (project(x).view(B, T, -1, HS).transpose(1, 2)
                              for project in (self.q_proj, self.k_proj, self.v_proj))

@@ -183,8 +183,7 @@ class NoisyGPT2:
 
     def forward(self, x, y):
         B, T = x.shape
-        C = self.config.C
-        NH = self.config.NH
+        C, NH = self.config.C, self.config.NH
         op = self.operations
         model = self.model
         later = torch.ones(T, T, dtype=torch.bool).triu(1)
@@ -265,8 +264,7 @@ class NoisySpeedrun(NoisyGPT2):
         config = self.config
         op = self.operations
         p = self.model
-        NH = config.NH
-        HS = config.HS
+        NH, HS = config.NH, config.HS
         later = torch.ones(T, T, dtype=torch.bool).triu(1)
         angles = half_rotations(config, T, p.wte, lambda part: self.rounded(part, self.u.sums))
         scales = torch.full((HS,), SCALE * math.sqrt(HS),

@@ -701,8 +701,7 @@ class GPT2:
         """inputs, targets (B, T) integer ids -> the mean loss, a float; activations stay in
         self.acts."""
         B, T = inputs.shape
-        C = self.config.C
-        V = self.config.V
+        C, V = self.config.C, self.config.V
         acts = self.trunk(inputs)
         matmul_forward(acts.logits, acts.lnf, self.head(self.params), None, B, T, C, V)
         softmax_forward(acts.probs, acts.logits, B, T, V)
@@ -731,9 +730,7 @@ class GPT2:
     def backward_into(self, grads, micro_steps):
         """Write all of `grads` but wte from token V on, which stays 0."""
         B, T = self.inputs.shape
-        NH = self.config.NH
-        C = self.config.C
-        V = self.config.V
+        NH, C, V = self.config.NH, self.config.C, self.config.V
         params, acts = self.params, self.acts
         scratch = views(self.scratch_table(self.config, B, T), self.scratch.buffer)
         dresidual, dbranch = scratch.dresidual, scratch.dbranch

@@ -422,12 +422,8 @@ def forward_layers(acts, params, config, inputs, position, attend, matmul):
     B, T = inputs.shape
     N = inputs.size
     rope = rope_table(config, T, position)
-    NH = config.NH
-    NKV = config.NKV
-    HS = config.HS
-    C = config.C
-    Q = config.Q
-    F = config.F
+    NH, NKV, HS = config.NH, config.NKV, config.HS
+    C, Q, F = config.C, config.Q, config.F
     eps = config.eps
     encoder_forward(acts.encoded, inputs, params.wte, None, B, T, C)
     residual = acts.encoded
@@ -488,12 +484,8 @@ class Llama3(GPT2):
         params = self.params
         acts = self.acts
         N = B * T
-        NH = config.NH
-        NKV = config.NKV
-        HS = config.HS
-        C = config.C
-        Q = config.Q
-        F = config.F
+        NH, NKV, HS = config.NH, config.NKV, config.HS
+        C, Q, F = config.C, config.Q, config.F
         V = config.V
         s = views(self.scratch_table(config, B, T), self.scratch.buffer)
         cos, sin = rope_table(config, T, 0)  # the forward pass's, cached

@@ -217,8 +217,7 @@ class Llama3(GPT2):
         """Token ids (B, T) on the GPU -> acts.lnf (B, T, C), as GPT-2's."""
         device, params, linear = self.device, self.params, self.linear
         config = self.config
-        C = self.config.C
-        F = self.config.F
+        C, F = self.config.C, self.config.F
         eps = self.config.eps
         B, T = acts.B, acts.T
         branch = acts.branch
@@ -259,8 +258,7 @@ class Llama3(GPT2):
         device, params, grads = self.device, self.params, self.grads
         linear, weight_gradient = self.linear, self.weight_gradient
         config = self.config
-        C = self.config.C
-        F = self.config.F
+        C, F = self.config.C, self.config.F
         eps = self.config.eps
         B, T = acts.B, acts.T
         dresidual, dbranch = acts.dresidual, acts.dbranch

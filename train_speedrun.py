@@ -325,9 +325,7 @@ class Muon:
 def forward_layers(acts, params, config, inputs, position, attend, matmul):
     """Token ids (B, T) at the positions from `position` on -> acts.lnf (B, T, C), as GPT-2's."""
     B, T = inputs.shape
-    NH = config.NH
-    HS = config.HS
-    C = config.C
+    NH, HS, C = config.NH, config.HS, config.C
     N = inputs.size
     encoder_forward(acts.embedded, inputs, params.wte, None, B, T, C)
     rmsnorm_forward(acts.encoded, acts.ln0_rstd, acts.embedded, params.ln0w, EPS, B, T, C)
@@ -415,8 +413,7 @@ class Speedrun(GPT2):
         """inputs, targets (B, T) integer ids -> the mean loss, a float; activations stay in
         self.acts."""
         B, T = inputs.shape
-        C = self.config.C
-        V = self.config.V
+        C, V = self.config.C, self.config.V
         self.targets, acts = targets, self.trunk(inputs)
         matmul_forward(acts.logits, acts.lnf, self.head(self.params), self.params.lm_headb[:V], B,
                        T, C, V)
@@ -431,9 +428,7 @@ class Speedrun(GPT2):
         config = self.config
         params = self.params
         acts = self.acts
-        NH = config.NH
-        HS = config.HS
-        C = config.C
+        NH, HS, C = config.NH, config.HS, config.C
         V = config.V
         N = B * T
         s = views(self.scratch_table(config, B, T), self.scratch.buffer)
