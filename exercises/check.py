@@ -5,9 +5,8 @@ Write a layer yourself; the project's own tests check it, in the place of the pa
     python exercises/check.py 2            # what is wrong first with exercises/02_layernorm.py
     python exercises/check.py --train      # trains a small model on your layers, three minutes, with a sample
 
-README.md beside this file has hints. The solutions are train_gpt2.py, of the kernels, 11 to 15,
-dev/kernels/*.cu, and from 16 on train_llama3.py. Kernels are checked and timed where there is a
-GPU, and compiled elsewhere.
+README.md beside this file has hints, and says where the solutions are. Kernels are checked and
+timed where there is a GPU, and compiled elsewhere.
 """
 
 import argparse
@@ -34,8 +33,11 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
 
+import answers
+import fp8_reference
 import train_gpt2
 import train_llama3
+import train_speedrun
 from llmc.debugstate import check_tensor as compare
 from llmc.errors import UserError, run_main
 from llmc.gpu.compiler import compile_kernels
@@ -57,8 +59,16 @@ FUNCTIONS = {  # exercise -> the functions that it is about
     6: "encoder_backward", 7: "attention_forward", 8: "attention_backward", 9: "adamw_update",
     10: "backward_into", 16: "rmsnorm_forward rmsnorm_backward", 17: "rope_forward rope_backward",
     18: "attention_backward", 19: "swiglu_forward swiglu_backward",
+    20: "relu2_forward relu2_backward", 21: "cap_forward cap_backward",
+    22: "qknorm_forward qknorm_backward", 23: "orthogonalize muon_update", 24: "finite_difference",
+    25: "attention_decode", 26: "merge learn_merges encode", 27: "round_e4m3",
 }  # fmt: skip
+# where they are, of those that train_gpt2.py does not have
+PAGES = {**dict.fromkeys(range(16, 20), train_llama3),
+         **dict.fromkeys(range(20, 24), train_speedrun), 24: answers, 26: answers,
+         27: fp8_reference}
 LAYERS, LLAMA = "tests/test_layers.py::test_", "tests/test_llama.py::test_"
+SPEEDRUN, ANSWERS = "tests/test_speedrun_layers.py::test_", "tests/test_answers.py::test_"
 TESTS = {  # exercise -> the tests that its functions must pass
     1: [f"{LAYERS}softmax_and_cross_entropy", f"{LAYERS}what_is_huge_or_impossible_stays_finite"],
     2: [f"{LAYERS}layernorm"], 3: [f"{LAYERS}matmul"],
@@ -72,15 +82,20 @@ TESTS = {  # exercise -> the tests that its functions must pass
          f"{LAYERS}gradients_of_accumulated_batches_are_their_mean"],
     16: [f"{LLAMA}rmsnorm"], 17: [f"{LLAMA}rope"], 18: [f"{LLAMA}attention_of_groups"],
     19: [f"{LLAMA}swiglu"],
+    20: [f"{SPEEDRUN}squared_relu"], 21: [f"{SPEEDRUN}cap"], 22: [f"{SPEEDRUN}qknorm"],
+    23: [f"{SPEEDRUN}a_step_of_muon_is_pytorch_s"], 24: [f"{ANSWERS}finite_difference"],
+    25: [f"{LAYERS}attention_with_a_cache"], 26: [f"{ANSWERS}byte_pairs"],
+    27: ["tests/test_fp8.py::test_the_numbers_and_their_rounding_are_pytorch_s"],
 }  # fmt: skip
 KERNELS = {  # exercise -> a layer of dev/kernels, and which of its rungs
     11: ("layernorm_forward", ["thread_a_row", "warp_a_row"]),
     12: ("bias_backward", ["fixed_order"]),
     13: ("softmax", ["online"]), 14: ("matmul_forward", ["shared_tiles", "tensor_cores"]),
-    15: ("attention_forward", ["online"])}  # fmt: skip
+    15: ("attention_forward", ["online"]), 28: ("attention_backward", ["thread_a_row"])}  # fmt: skip
 ALL = sorted([*TESTS, *KERNELS])
 SECONDS = 120  # for an exercise in Python
-WATCHED = builtins, math, np, np.linalg, train_gpt2, train_llama3  # which a file leaves as they are
+# which a file leaves as they are
+WATCHED = builtins, math, np, np.linalg, train_gpt2, *dict.fromkeys(PAGES.values())
 GPT2_124M = 1024, 50257, *train_gpt2.SIZES["d12"], 50304
 
 
@@ -135,7 +150,7 @@ def path_of(number, directory):
 
 def owner_of(path, name):
     """The page, or its class, which has the function of this name that an exercise is about."""
-    page = train_llama3 if os.path.basename(path) >= "16" else train_gpt2
+    page = PAGES.get(int(os.path.basename(path)[:2]), train_gpt2)
     return page if hasattr(page, name) else train_gpt2.GPT2
 
 
@@ -263,7 +278,8 @@ def judge_kernels(number, directory):
     if "\ufffd" in text:
         raise UserError(f"{name} is not text")
     unwritten = {rung: text[: found.start(1)].count("\n") + 1 for rung in rungs
-                 if (found := re.search(rf"\b{of}_{rung}\([^{{]*{{\s*(// not written yet)", text))}
+                 if (found := re.search(rf"\b{of}_(?:\w+_)?{rung}\([^{{]*{{\s*(// not written yet)",
+                                        text))}
     lines = ", ".join(f"line {line}: not written yet" for line in unwritten.values())
     if len(unwritten) == len(rungs):
         return True, f"{name}, {lines}"

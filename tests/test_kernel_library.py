@@ -106,12 +106,24 @@ SOLUTIONS = {
     "14_matmul": ("matmul", "+ i % 2 * 8 + g, c =", "+ i % 2 * 4 + g, c =",
                   r"out\[.*, in matmul_forward my_tensor_cores"),
     "15_attention": ("attention", "total *= factor;", "",
-                     r"out\[.*, in attention_forward my_online")}
+                     r"out\[.*, in attention_forward my_online"),
+    "28_attention_backward": ("attention", "(row_product(d, value) - D[head + t])",
+                              "row_product(d, value)",
+                              r"dinp\[.*, in attention_backward my_thread_a_row")}
+KERNEL_NUMBERS = [int(name[:2]) for name in SOLUTIONS]
 FAULTS = {  # number of an exercise -> what to replace, by what, and what check.py must say of it
     4: ("np.float32(3.0) *", "np.float32(2.0) *", r"dinp\[.*in test_gelu"),
     18: ("np.matmul(np.swapaxes(d, 2, 3), query[b])",
          "np.matmul(np.swapaxes(d, 2, 3), query[b][:, ::-1])",
          r"dinp\[.*in test_attention_of_groups"),
+    20: ("np.float32(2.0)", "np.float32(1.0)", r"dinp\[.*in test_squared_relu"),
+    21: ("inverse * np.sqrt(inverse)", "inverse", r"dlogits\[.*in test_cap"),
+    22: ("d -= out", "d -= 0 * out", r"dqkv\[.*in test_qknorm"),
+    23: ("* grad + np.float32(momentum) * m", "* 0 + m", r"param\[.*in test_a_step_of_muon"),
+    24: ("x[index] = keep\n", "x[index] = keep - h\n", r"the gradient\[.*in test_finite"),
+    25: ("1 + position", "1", r"out\[.*in test_attention_with_a_cache"),
+    26: ("i += 2", "i += 1", r".*in test_byte_pairs"),
+    27: ("np.rint(x / step)", "np.floor(x / step + 0.5)", r"the result\[.*in test_the_numbers"),
 }
 
 
@@ -142,7 +154,7 @@ def test_stubs_are_the_page_s(numbers):
                              (ROOT / f"exercises/{name}.cu", ROOT / f"dev/kernels/{solution}.cu"))
         assert stubs and stubs.items() <= kernels.items()
     status, lines = check_here(*numbers)
-    paths = [p for p in sorted((ROOT / "exercises").glob("[01]*")) if not numbers
+    paths = [p for p in sorted((ROOT / "exercises").glob("[0-9][0-9]_*")) if not numbers
              or int(p.name[:2]) in numbers]
     assert status == 1 and len(lines) == len(paths)
     for path, line in zip(paths, lines):
@@ -150,14 +162,14 @@ def test_stubs_are_the_page_s(numbers):
                              r" yet)+)", line))
 
 
-@pytest.mark.parametrize("numbers, wrong",
-                         ((FAULTS, True),
-                          pytest.param(check.TESTS, False, marks=pytest.mark.large)))
+@pytest.mark.parametrize("numbers, wrong", (
+    ((4, 18, 24), True), pytest.param(tuple(FAULTS), True, marks=pytest.mark.large),
+    pytest.param(tuple(check.TESTS), False, marks=pytest.mark.large)))
 def test_the_page_s_functions_pass_and_a_fault_is_named(tmp_path, numbers, wrong):
     files = [path for path in FILES if int(path.name[:2]) in numbers]
-    faults = [FAULTS.get(number, ("", "", "")) for number in numbers]
+    faults = [FAULTS[number] if wrong else ("", "", "") for number in numbers]
     for path, (old, new, _) in zip(files, faults, strict=True):
-        page = "train_llama3" if path.name >= "16" else "train_gpt2"
+        page = check.PAGES.get(int(path.name[:2]), check.train_gpt2).__name__
         functions = [textwrap.dedent(inspect.getsource(getattr(owner, name)))
                      for name, (owner, _) in check.functions_of(path).items()]
         text = "\n\n".join([f"from llmc.tensors import layer, views\nfrom {page} import *",
@@ -179,7 +191,7 @@ def test_exercises_compile_where_there_is_no_gpu(tmp_path):
     write_kernels(tmp_path)
     lines = [f"{name}.cu: compiles; whether it is right needs a GPU" for name in SOLUTIONS]
     without_gpu = functools.partial(check_here, CUDA_VISIBLE_DEVICES="-1")
-    assert without_gpu(*range(11, 16), "--directory", tmp_path) == (0, lines)
+    assert without_gpu(*KERNEL_NUMBERS, "--directory", tmp_path) == (0, lines)
     stub = (ROOT / "exercises" / "11_layernorm.cu").read_text()
     (tmp_path / "11_layernorm.cu").write_text(stub.replace("// not written yet", "//", 1))
     (tmp_path / "12_bias.cu").write_text("")
@@ -196,7 +208,7 @@ def test_exercises_compile_where_there_is_no_gpu(tmp_path):
 @pytest.mark.gpu
 def test_exercises_on_a_gpu(tmp_path):
     """Those of the library pass, and are timed; a stub's outputs are named, and a fault's."""
-    on_gpu = functools.partial(check_here, *range(11, 16), "--directory", tmp_path)
+    on_gpu = functools.partial(check_here, *KERNEL_NUMBERS, "--directory", tmp_path)
     write_kernels(tmp_path)
     status, lines = on_gpu()
     assert status == 0 and all(re.search(r"\.cu: passes; yours: \d+% of the speed of", line)

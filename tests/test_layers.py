@@ -11,6 +11,7 @@ import llmc.tensors
 import llmc.threads
 import train_gpt2 as t
 import train_speedrun
+from answers import finite_difference
 from conftest import SMALL, SMALL_LLAMA, make_model
 from llmc.settings import Settings
 from llmc.tensors import flat, views
@@ -25,21 +26,6 @@ FLOAT32 = 2.0**-24
 
 def normal(*shape, seed=0):
     return np.random.default_rng([seed, *shape]).standard_normal(shape)
-
-
-def finite_difference(forward, x, dout, h=1e-5):
-    """The gradient of sum(forward() * dout) with respect to x, which forward reads, by central
-    differences."""
-    gradient = np.empty_like(x)
-    for index in np.ndindex(x.shape):
-        keep = x[index]
-        x[index] = keep + h
-        above = np.sum(forward() * dout)
-        x[index] = keep - h
-        below = np.sum(forward() * dout)
-        x[index] = keep
-        gradient[index] = (above - below) / (2 * h)
-    return gradient
 
 
 def assert_gradients(forward, dout, **pairs):
@@ -124,6 +110,28 @@ def test_attention(B, T, C, NH):
     datt = nan(B, NH, T, T)
     t.attention_backward(dinp, dpreatt, datt, dout, inp, att, B, T, C, NH)
     assert_gradients(forward, dout, dinp=(dinp, inp))
+
+
+@pytest.mark.parametrize("B, T, C, NH", SHAPES)
+def test_attention_with_a_cache(B, T, C, NH):
+    """In pieces of some positions and of one: as all at once."""
+    HS = C // NH
+    inp = normal(B, T, 3 * C)
+    whole = nan(B, T, C)
+    all_att = nan(B, NH, T, T)
+    t.attention_forward(whole, nan(B, NH, T, T), all_att, inp, B, T, C, NH)
+    keys = nan(B, NH, T + 1, HS)
+    values = nan(B, NH, T + 1, HS)
+    ends = [*range(1, T, 3), T]
+    for begin, end in zip([0, *ends], ends):
+        out = nan(B, end - begin, C)
+        att = nan(B, NH, end - begin, end)
+        t.attention_decode(out, att, keys, values, inp[:, begin:end], begin, B, end - begin, C, NH)
+        assert check_tensor("out", out, whole[:, begin:end], 1e-6)
+        assert check_tensor("att", att, all_att[:, :, begin:end, :end], 1e-6)
+    key, value = inp.reshape(B, T, 3, NH, HS).transpose(2, 0, 3, 1, 4)[1:]
+    assert check_tensor("keys", keys[:, :, :T], key, 0.0)
+    assert check_tensor("values", values[:, :, :T], value, 0.0)
 
 
 @pytest.mark.parametrize("N", (1, 7, 1000))

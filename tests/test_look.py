@@ -3,13 +3,16 @@ refused."""
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
 
 import look
+from conftest import ROOT
 from looking import (BYTES_OF, PAGES, PROMPT, SETTINGS, begin, browser,  # noqa: F401  (fixtures)
                      looked, open_page, train)
 from llmc.resume import checkpoint_paths
@@ -224,6 +227,33 @@ def test_what_each_loss_depends_on(open_page, looked, page, monkeypatch):
     for t, row in enumerate(shown.evaluate("inputs.map((_, t) => dependsOf(t))")):
         found[t, : t + 1] = row
     assert np.abs(found - expected).max() < 0.01 * np.abs(expected).max()
+
+
+def exercises_of(page):
+    """The numbers of those whose place is a page of this model."""
+    others = {Llama3: range(16, 20), Speedrun: range(20, 24)}
+    return others.get(page) or {*range(1, 29)} - {n for numbers in others.values() for n in numbers}
+
+
+@PAGES
+def test_exercises_link_to_it(looked, page):
+    data, recorder = looked[:2]
+
+    def keys(tensors):
+        return {t["name"] + (f" before {t['before']}" if t.get("before") else "") + f"|{t['layer']}"
+                for t in tensors}
+
+    shown = {"forward": keys(t for t in data["tensors"] if t["kind"] in ("params", "acts")),
+             "backward": keys(data["tensors"][number] for number in data["gradients"]),
+             "update": keys(t for t in data["tensors"] if t["kind"] == "move")}
+    text = (ROOT / "exercises" / "README.md").read_text("utf-8")
+    found = re.findall(r"<summary>(\d+) .*\n\nOn the page: (.*)", text)
+    assert {int(number) for number, _ in found} == {*range(1, 29)} - {26, 27}
+    for number, line in found:
+        links = re.findall(r"\(\.\./look\.html#(\w+)/(.*?)\)", line)
+        assert links
+        for mode, key in links if int(number) in exercises_of(page) else ():
+            assert unquote(key) in shown[mode], (number, key)
 
 
 @PAGES

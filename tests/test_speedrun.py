@@ -20,7 +20,6 @@ from llmc.gpu.matmul import Linear
 from llmc.gpu.trainer import open_trainer
 from llmc.settings import parse_settings
 from llmc.tensors import Tensors, allocate, flat, table_bytes, views
-from reference_optimizers import MuonAndAdamW, muon
 from test_fp8 import FP8, e4m3, operands_on_gpu
 from test_gpt2 import ADAMW_CHECK
 from test_parity import need
@@ -35,19 +34,6 @@ LARGE_STEPS = {**ADAMW_CHECK, "learning_rate": 0.1, "weight_decay": 0.5}  # whos
 
 def test_losses_gradients_and_updates_are_pytorch_s():
     assert is_right(CONFIG, LARGE_STEPS)
-
-
-@pytest.mark.parametrize("tokens", (2**17 - 1, 2**17))
-@pytest.mark.parametrize("shape", ((16, 48), (48, 16)))
-def test_a_step_of_muon_is_pytorch_s(tokens, shape):
-    """Of few tokens and of many."""
-    # weights, gradient, momentum
-    ours = np.random.default_rng(0).standard_normal((3, *shape), dtype=np.float32)
-    param, grad, m = torch.tensor(ours, dtype=torch.float64)
-    muon(param, grad, m, 0.1, 0.5, *MuonAndAdamW.steps_for(tokens))
-    steps = t.newton_schulz_of(t.SpeedrunSettings(B=1, T=tokens))
-    t.muon_update(ours[0], ours[2], ours[1], 0.1, t.Muon.MOMENTUM, 0.5, 1.0, steps)
-    assert np.abs(ours[0] - param.numpy()).max() < 1e-5 and np.abs(ours[2] - m.numpy()).max() < 1e-6
 
 
 def source(name, old, new, owner=t):

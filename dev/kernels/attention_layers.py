@@ -128,6 +128,7 @@ class AttentionBackward(Attention):
     sqrt(HS)"""
 
     name = "attention_backward"
+    parts = ("dquery_", "dkv_")
     checked = {"dinp": TF32}
     checked_in_bf16 = {"dinp": BF16_TWICE}
 

@@ -137,6 +137,7 @@ class Layer:
     # of the checks at the model's sizes; AWKWARD sizes are always checked at SHAPES
     shapes = SHAPES
     moved = signature = ()
+    parts = ("",)  # between the layer's name and the rung's: the kernels of a rung
     float32_grads = False  # True: gradients of weights are float32 in bfloat16 runs, too
     library, library_name = None, "PyTorch"
 
@@ -243,8 +244,8 @@ def with_mine(layer, path):
     Raises UserError if there is none."""
     library = {kernel for file in FILES for kernel in signatures(file)}
     found = signatures(path)
-    named = {f"{layer.name}_{name}": rung for name, rung in layer.rungs.items()
-             if f"{layer.name}_{name}" in library}
+    named = {kernel: rung for name, rung in layer.rungs.items() for part in layer.parts
+             if (kernel := f"{layer.name}_{part}{name}") in library}
     rungs = {f"my_{rung.name}": Mine(rung) for kernel, rung in named.items() if kernel in found}
     if not rungs:
         raise UserError(f"{path}: its kernels are {', '.join(found) or 'none'}, expected one of"
