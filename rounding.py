@@ -49,8 +49,6 @@ class Float8(NamedTuple):
 
 # a tensor's scale brings its amax to 112 or more
 E4M3 = Float8(2.0**-4, 2.0**-9 / math.sqrt(12) / 112)
-# E4M3, rounded at random: twice the variance
-WEIGHT = Float8(2.0**-3.5, 2.0**-9 / math.sqrt(6) / 112)
 GRADIENT = Float8(2.0**-4, 2.0**-9 / math.sqrt(12) / 28)
 # of dlogits, about 2^15, rounded at random
 E5M2 = Float8(2.0**-2.5, 2.0**-16 / math.sqrt(6) / 2.0**14)
@@ -113,8 +111,8 @@ class NoisyGPT2:
         return x.sum(-1, keepdim=True) + error * self.noise(error)
 
     def operand(self, x, fp8):
-        """x, rounded as an operand of a matmul. fp8: None or, of a run in FP8, E4M3, WEIGHT,
-        GRADIENT or E5M2."""
+        """x, rounded as an operand of a matmul. fp8: None or, of a run in FP8, E4M3, GRADIENT or
+        E5M2."""
         if not (fp8 and self.u.fp8):
             return self.rounded(x, self.u.operands)
         size = x.abs()
@@ -350,19 +348,18 @@ def sums_of(run):
         def forward(ctx, a, b, fp8=None):
             ctx.save_for_backward(a, b)
             ctx.fp8 = fp8
-            ctx.input_fp8 = fp8 and E4M3
-            ctx.weight_fp8 = fp8 and WEIGHT
-            return run.product(a, b, ctx.input_fp8, ctx.weight_fp8)
+            ctx.operands_fp8 = fp8 and E4M3
+            return run.product(a, b, ctx.operands_fp8, ctx.operands_fp8)
 
         @staticmethod
         def backward(ctx, g):
             a, b = ctx.saved_tensors
-            da = run.rounded(run.product(g, b.transpose(-1, -2), ctx.fp8, ctx.weight_fp8),
+            da = run.rounded(run.product(g, b.transpose(-1, -2), ctx.fp8, ctx.operands_fp8),
                              u.tensors)
             if b.dim() == 2:  # a weight: its gradient sums over all rows
                 a = a.flatten(0, -2)
                 g = g.flatten(0, -2)
-            return da, run.rounded(run.product(a.transpose(-1, -2), g, ctx.input_fp8, ctx.fp8),
+            return da, run.rounded(run.product(a.transpose(-1, -2), g, ctx.operands_fp8, ctx.fp8),
                                    u.tensors), None
 
     return Bias.apply, Matmul.apply

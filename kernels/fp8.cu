@@ -7,8 +7,8 @@
 //     prepare_scales   scales of the next update, from history and largest; reports = counts     in place
 //
 // E4M3 has 3 bits of mantissa, numbers from 2^-9 to 448, NaN and no infinities: what is beyond 448
-// becomes 448, NaN stays. Weights are rounded at random, all else to nearest;
-// tests/fp8_reference.py has both in NumPy. Bound by bytes: 2 read and 2 written for each number.
+// becomes 448, NaN stays. tests/fp8_reference.py has the rounding, to nearest, in NumPy. Bound by
+// bytes: 2 read and 2 written for each number.
 
 #include "fp8.cuh"
 
@@ -19,13 +19,12 @@ static_assert(THREADS == FP8_THREADS && BFLOAT16, "as launched");
 
 // Block (THREADS); grid (columns / SIDE, rows / SIDE, rounded up, layers). plain, transposed,
 // largest: or null. pitch: of a row of transposed, of which numbers from `rows` on become 0.
-// update: of a weight, the number of the update, else null; it and slot, the scale's number, decide
-// how a weight is rounded. Weights have an order of their own in transposed, see fp8.cuh. stride:
-// from one layer's scale to the next's; all else is adjacent.
+// of_weight: a weight's transposed copy has another order of numbers, see fp8.cuh. stride: from one
+// layer's scale to the next's; all else is adjacent.
 extern "C" __global__ void __launch_bounds__(THREADS)
 quantize(unsigned char* plain, unsigned char* transposed, const element* inp, const float* scale,
-         int* largest,
-         int64* counts, int rows, int columns, int pitch, const int* update, int slot, int stride) {
+         int* largest, int64* counts, int rows, int columns, int pitch, int of_weight,
+         int stride) {
     const int64 l = blockIdx.z;
     inp += l * rows * columns, scale += l * stride;
     if (plain) plain += l * rows * columns;
@@ -49,15 +48,6 @@ quantize(unsigned char* plain, unsigned char* transposed, const element* inp, co
         float* const y = x[r].x;
 #pragma unroll
         for (int k = 0; k < PACK; k++) y[k] *= factor;
-        if (update) {
-#pragma unroll
-            for (int k = 0; k < PACK; k++) {  // a hash has 8 bits for each of 4 numbers
-                const int first = (row + r) * columns + column + k / 4 * 4;
-                y[k] = at_random(y[k],
-                                 random_bits(first, *update, slot + l * stride) >> k % 4
-                                     * 8 & 0xff);
-            }
-        }
         const uint32 bytes[2] =
             {four_bytes(y[0], y[1], y[2], y[3]), four_bytes(y[4], y[5], y[6], y[7])};
         const uint2 in_our_order = in_order({bytes[0], bytes[1]});
@@ -75,8 +65,8 @@ quantize(unsigned char* plain, unsigned char* transposed, const element* inp, co
     }
     __syncthreads();
     constexpr int UNITS = SIDE / 16;  // of 16 rows of a column
-    const uint32 first = update ? FIRST_COLUMNS : FIRST_ROWS,
-        last = update ? LAST_COLUMNS : LAST_ROWS;
+    const uint32 first = of_weight ? FIRST_COLUMNS : FIRST_ROWS;
+    const uint32 last = of_weight ? LAST_COLUMNS : LAST_ROWS;
 #pragma unroll
     for (int i = threadIdx.x; i < SIDE * UNITS; i += THREADS) {
         const int c = i / UNITS, unit = i % UNITS, r = blockIdx.y * SIDE + unit * 16;

@@ -31,15 +31,6 @@ __device__ inline uint32 four_bytes(float a, float b, float c, float d) {
     return two_bytes(a, b) | two_bytes(c, d) << 16;
 }
 
-// y rounded toward 0 or away from it, at random, with y as the expected value. random: 8 bits. 448
-// and more, and NaN, stay. Below 2^-6, the numbers of E4M3 are as far apart as up to 2^-5.
-__device__ inline float at_random(float y, uint32 random) {
-    const float size = fabsf(y), base = size < 0x1p-6f ? 0x1p-6f : 0.0f;
-    // 3 bits of mantissa
-    const uint32 bits = (__float_as_uint(size + base) + (random << 12)) & 0xfff00000;
-    return size < 448.0f ? copysignf(__uint_as_float(bits) - base, y) : y;
-}
-
 // Threads 2i and 2i + 1 have the first and the last 8 of 16 columns, in natural order -> in ours.
 // lanes: those of this warp that take part.
 __device__ inline uint2 in_order(uint2 bytes, uint32 lanes = 0xffffffff) {

@@ -7,16 +7,13 @@ SMALLEST = 2.0**-9  # numbers of E4M3
 ROOM = np.float32([2.0, 2.0, 8.0])  # times what each needs at most; gradients grow suddenly
 
 
-def round_e4m3(x, rng=None):
-    """x as float32, rounded to the numbers of E4M3, saturating; NaN stays NaN. To nearest, ties to
-    even; or, given a generator, to one of the two nearest, at random, so that the expected value is
-    x: Gupta et al. 2015,
-    https://arxiv.org/abs/1502.02551."""
+def round_e4m3(x):
+    """x as float32, rounded to the nearest number of E4M3, ties to even, saturating; NaN stays
+    NaN."""
     x = np.clip(np.asarray(x, np.float32), -LARGEST, LARGEST)
     exponent = np.maximum(np.frexp(x)[1] - 1, -6)  # of the leading bit
     step = np.ldexp(np.float32(1.0), exponent - 3)
-    return ((np.floor(x / step + rng.random(x.shape, np.float32)) if rng else np.rint(x / step))
-            * step)
+    return np.rint(x / step) * step
 
 
 def decode_e4m3(bits):

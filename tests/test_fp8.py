@@ -57,7 +57,8 @@ def test_the_numbers_and_their_rounding_are_pytorch_s():
                         np.nextafter(ties, np.float32(-1e9)),
                         rng.uniform(-448, 448, 100000),
                         rng.uniform(-0.02, 0.02, 100000)]).astype(np.float32)
-    assert np.array_equal(round_e4m3(x), torch.from_numpy(x).to(e4m3).float().numpy())
+    expected = torch.from_numpy(x).to(e4m3).float().numpy()
+    assert check_tensor("the result", round_e4m3(x), expected, 0.0)
     assert np.array_equal(round_e4m3([500, np.inf, -np.inf, np.nan, 2.0**-10, -1.01 * 2.0**-10]),
                           [448, 448, -448, np.nan, 0, -(2.0**-9)], equal_nan=True)
 
@@ -158,28 +159,24 @@ def test_prepare_scales(fp8):
 @pytest.mark.parametrize("spread, scale", ((1.0, 64.0), (300.0, 2.0), (1e-6, 2.0**14)))
 @pytest.mark.parametrize("role", ("dout", "weight"))
 def test_quantize(fp8, N, C, spread, scale, role):
-    """Every byte, what is not finite and the padding included; the largest number and the counts.
-    Weights are rounded at random, once for both copies, by the numbers of the update and of the
-    layer."""
-    of_weight = role == "weight"
+    """Every byte, what is not finite and the padding included; the largest number and the counts."""
     x = random(N, C, seed=1, spread=spread, dtype="bfloat16")
     if N > 60:
         x[5, :3] = (np.inf, -np.inf, 0.0)
         x[N - 1, C - 1] = np.nan
     pitch = blocks(N, 16) * 16
     slot = fp8.slot("fc", 1, role)
-    scaled = x * np.float32(scale)
-    fp8.state.scales[slot] = fp8.state.scales[fp8.slot("fc", 0, role)] = scale
+    fp8.state.scales[slot] = scale
 
-    def quantize(plain=True, transposed=True, l=1):
+    def quantize(plain, transposed):
         fp8.forget()
         to = Quantized(bytes_on_gpu((N, C)) if plain else None, bytes_on_gpu((C, pitch))
                        if transposed else None)
-        fp8.quantize("fc", l, role, on_gpu(x, dtype="bfloat16"), to.plain, to.transposed,
+        fp8.quantize("fc", 1, role, on_gpu(x, dtype="bfloat16"), to.plain, to.transposed,
                      again=not plain)
-        return [y if y is None else decode_e4m3(y) for y in in_natural_order(to, of_weight)]
+        return [y if y is None else decode_e4m3(y) for y in in_natural_order(to, role == "weight")]
 
-    expected = quantize()[0] if of_weight else round_e4m3(scaled)
+    expected = round_e4m3(x * np.float32(scale))
     for plain, transposed in itertools.product((True, False), repeat=2):
         out, out_t = quantize(plain, transposed)
         if plain:
@@ -191,27 +188,6 @@ def test_quantize(fp8, N, C, spread, scale, role):
             assert np.array_equal(out_t[:, :N], expected.T, equal_nan=True)
             assert not out_t[:, N:].any()
         assert plain or not fp8.state.largest.get().any() and not fp8.state.counts.get().any()
-    if of_weight:
-        assert_rounded_at_random(expected, scaled)
-        fp8.state.updates += 1
-        for other in (quantize()[0], quantize(l=0)[0]) if N * C > 100 else ():
-            assert_rounded_at_random(other, scaled)
-            assert not np.array_equal(other, expected, equal_nan=True)
-
-
-def assert_rounded_at_random(numbers, x):
-    """That each is one of x's two neighbours in E4M3, and as often the upper one as it should be,
-    at any distance."""
-    zero = SimpleNamespace(random=np.zeros)  # a generator of nothing else
-    below = round_e4m3(x, zero)
-    above = -round_e4m3(-x, zero)
-    assert np.array_equal(np.where(numbers == above, above, below), numbers, equal_nan=True)
-    between = np.isfinite(x) & (above > below)
-    chance = (x - below)[between] / (above - below)[between]
-    for part in (chance < 0.5, chance >= 0.5):
-        error = ((numbers == above)[between] - chance)[part]
-        assert (abs(error.sum()) <= 5 * np.sqrt((chance * (1 - chance))[part].sum()) + 0.01
-                * error.size)
 
 
 def in_natural_order(quantized, weight=False):

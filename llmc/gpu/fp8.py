@@ -113,16 +113,15 @@ class Fp8:
 
     def quantize(self, name, l, role, x, plain=None, transposed=None, again=False):
         """plain (N,C), transposed (C,pitch) = E4M3(x * scale), each if not None; x (N,C), or all of
-        several layers from l on, each with its scale. Weights are rounded at random. again: for the
-        second time in an update, so that amax is not updated."""
+        several layers from l on, each with its scale. again: for the second time in an update,
+        so that amax is not updated."""
         *_, N, C = x.shape
         g = self.device.geometry
         grid = blocks(C, g.FP8_SIDE), blocks(N, g.FP8_SIDE), x.size // (N * C)
         self.device.launch("quantize", grid, (g.FP8_THREADS,), plain, transposed, x,
                            *self.scaling(name, l, role, again), N, C,
                            N if transposed is None else transposed.shape[-1],
-                           self.state.updates if role == "weight" else None,
-                           self.slot(name, l, role), len(ROLES))
+                           int(role == "weight"), len(ROLES))
 
     def quantize_weights(self, layers=slice(0, None), again=False):
         """The matrices of some layers, after an update has changed them. again: rank 0 records
