@@ -212,7 +212,7 @@ def partial_rows(B, T, sm_count, geometry):
         layernorm=min(norm_blocks, blocks(B * T, geometry.LAYERNORM_ROWS)),
         gelu=blocks(B * T, MATMUL_ROWS),
         attention=B * blocks(T, ATTENTION_ROWS),
-        # most where tokens have ENCODER_PIECE + 1 positions: two pieces each
+        # at most: each token occurs ENCODER_PIECE + 1 times, which makes two pieces
         wte=blocks(2 * B * T, ENCODER_PIECE),
     )
 
@@ -254,9 +254,9 @@ def encoder_forward(device, out, inp, wte, wpe, B, T, C):
                   B * T, T)
 
 
-def encoder_backward(device, dwte, dwpe, partials, dout, inp, B, T, C):
+def encoder_backward(device, dwte, dwpe, partials, dout, by_token, B, T, C):
     """dwte += the sum of dout over the positions of each token; dwpe, if not None, = the sum over
-    the batch. inp: the SortedTokens of a batch. partials (rows, C) float32: scratch."""
+    the batch. by_token: the SortedTokens of a batch. partials (pieces, C) float32: scratch."""
     threads = device.geometry.ENCODER_THREADS
     if dwpe is not None:
         grid = (blocks(dwpe.size, threads * pack(dout)),)
@@ -264,11 +264,11 @@ def encoder_backward(device, dwte, dwpe, partials, dout, inp, B, T, C):
 
     rows, spans = encoder_grid(device, B * T)
     grid = min(rows, 6 * device.sm_count), spans  # persistent blocks: see encoder.cu
-    device.launch("encoder_backward_wte", grid, (threads,), dwte, partials, dout, *inp, B * T)
+    device.launch("encoder_backward_wte", grid, (threads,), dwte, partials, dout, *by_token, B * T)
 
     grid = min(len(partials), 2 * device.sm_count), blocks(C, WARP * pack(dout))
-    device.launch("encoder_backward_wte_cut", grid, (threads,), dwte, partials, inp.piece_tokens,
-                  B * T)
+    device.launch("encoder_backward_wte_cut", grid, (threads,), dwte, partials,
+                  by_token.piece_tokens, B * T)
 
 
 def encoder_grid(device, N):
@@ -304,9 +304,9 @@ def launch_norm(device, name, residual, out, *arguments):
 
 def layernorm_backward(device, dinp, partials, dout, inp, weight, mean, rstd, add_residual, B, T,
                        C):
-    """dinp (B,T,C) = or, with add_residual, += (it holds the gradient of the residual stream);
-    partials (blocks, 3C) =, for column_sums: each block's part of dweight, of dbias and of the
-    column sums of the new dinp. inp has the residual stream's dtype."""
+    """dinp (B,T,C) = or, with add_residual, += the gradient. partials (blocks, 3C) float32 = each
+    block's part of dweight, of dbias and of the new dinp's column sums, for column_sums to add up.
+    inp has the residual stream's dtype."""
     threads = device.geometry.LAYERNORM_THREADS
     device.launch("layernorm_backward", (len(partials),), (threads,), dinp, partials, dout, inp,
                   weight, mean, rstd, int(add_residual), B * T)
@@ -324,8 +324,8 @@ def matmul_gelu_forward(device, linear, out, gelu, inp, N, OC):
 
 def matmul_gelu_backward_inp(device, linear, dinp, partials, gelu, dout, inp, N, C):
     """dinp (N,C) = the linear layer's gradient with respect to its input GELU(inp), times
-    GELU'(inp); partials (blocks, C) =, for column_sums: of dinp; gelu (N,C) = GELU(inp),
-    recomputed, if not None. Of squared ReLU, inp is not the activation's input, but its result."""
+    GELU'(inp); partials (blocks, C) float32 = each block's part of dinp's column sums; gelu (N,C) =
+    GELU(inp), recomputed, if not None. With squared ReLU, inp is its result, not its input."""
     if linear.fuses_gelu:
         linear.backward_inp_gelu(dinp, partials, dout, inp)
         if gelu is not None:
@@ -343,10 +343,11 @@ def attention_forward(device, out, lse, inp, B, T, NH, NKV, HS):
 
 def attention_backward(device, dinp, D, partials, dout, inp, out, lse, rope, rstd, B, T, NH, NKV,
                        HS):
-    """dinp (B,T,Q+2K) =, or a Quantized; partials (B * tiles, Q+2K) =, for column_sums: of dinp; D
-    (B,NH,T): scratch; dout, out (B,T,Q). rope (T,HS/2,2): the angles by which queries and keys were
-    rotated, and their gradients are rotated back; rstd (B,T,NH+NKV): of their norms, before that.
-    partials, rope, rstd: or None."""
+    """dinp (B,T,Q+2K) or a Quantized =; partials (B * tiles, Q+2K) float32 = each tile's part of
+    dinp's column sums; dout, out (B,T,Q). D (B,NH,T) float32: the row sums of dout * out, which the
+    first kernel leaves for the second. Where a model rotates queries and keys, rope (T,HS/2,2)
+    rotates their gradients back; where it has QK-norm, rstd (B,T,NH+NKV) then undoes that. Each may
+    be None, and partials."""
     of_dquery = dinp, D, partials, dout, inp, out, lse, rope, rstd
     launch_attention(device, "attention_backward_dquery", of_dquery, (inp, dout, out), B, T, NH)
 
@@ -357,8 +358,8 @@ def attention_backward(device, dinp, D, partials, dout, inp, out, lse, rope, rst
 def launch_attention(device, name, arguments, reads, B, T, heads):
     """One block for each tile of rows of each of the `heads`. On Hopper in bfloat16, TMA copies
     `reads` and the first argument, the result, and the kernel is persistent: one block for each
-    multiprocessor, which takes one tile after the other. In the backward pass, few tiles take less
-    time with one block for each."""
+    multiprocessor, which takes one tile after the other. Backward, with fewer than 8 tiles for each
+    multiprocessor, a block for each tile is faster."""
     g = device.geometry
     is_forward = name == "attention_forward"
     rows = g.ATTENTION_FORWARD_ROWS if is_forward else g.ATTENTION_BACKWARD_ROWS
@@ -390,8 +391,8 @@ def gelu_forward(device, out, inp, N, C):
 
 
 def gelu_backward(device, dinp, partials, out, inp, dout, N, C):
-    """dinp (N,C) = dout * gelu'(inp), dinp may be dout; partials (blocks, C) =, for column_sums: of
-    dinp; out (N,C) = GELU(inp), if not None."""
+    """dinp (N,C) = dout * gelu'(inp), dinp may be dout; partials (blocks, C) float32 = each block's
+    part of dinp's column sums; out (N,C) = GELU(inp), if not None."""
     grid = blocks(C, WARP * pack(dinp)), partials.shape[0]
     device.launch("gelu_backward", grid, (WARP, ROW_GROUPS), dinp, partials, out, inp, dout, N)
 
@@ -448,24 +449,23 @@ def copy_batch(device, batch, pinned, control, begin, end):
 
 def add_gradients(device, sums, gradients, chunks, rank_count, first):
     """sums (elements of the chunks,) = (+= if not first) the gradients of one micro-batch of each
-    rank, added in the order of ranks. gradients: GPT2.grads or, on several GPUs, those received."""
+    rank, added in the order of ranks. gradients: as AdamW has them."""
     device.launch("add_gradients", (chunks.size // CHUNKS.itemsize,),
                   (device.geometry.UPDATE_THREADS,), sums, gradients, chunks, rank_count,
                   int(first))
 
 
 def global_norm(device, partials, sums, gradients, chunks, rank_count):
-    """partials[a chunk's index] = the sum of squares of its gradients, which are sums (None: 0) +
-    those of each rank's last micro-batch. partials: (chunks of all ranks,). prepare_update takes
-    the root of their sum."""
+    """partials (chunks of all ranks,): at each chunk's index = the sum of squares of its gradients:
+    the sums, if not None, plus each rank's last micro-batch, in the order of ranks."""
     device.launch("global_norm", (chunks.size // CHUNKS.itemsize,),
                   (device.geometry.UPDATE_THREADS,), partials, sums, gradients, chunks, rank_count)
 
 
 def prepare_update(device, control, reports, scalars, learning_rate, recent, settings):
-    """control =: the count of steps, which swaps the pinned halves; Adam's rate and eps; the clip
-    factor; flags. The host's next report = loss, norm, z-scores. scalars: losses, then
-    global_norm's partials. recent: losses, norms."""
+    """control = the step's number; Adam's rate and eps; the clip factor; whether to skip. The
+    host's next report = loss, norm, z-scores. scalars: losses (micro_steps,), then
+    global_norm's partials; learning_rate (1,); recent (2,) RECENT: losses, norms."""
     s = settings
     losses, partials = scalars, scalars[s.micro_steps :]
     device.launch("prepare_update", (1,), (device.geometry.UPDATE_THREADS,),
@@ -478,8 +478,7 @@ def prepare_update(device, control, reports, scalars, learning_rate, recent, set
 def adamw_update(device, params, master, m, v, sums, gradients, chunks, rank_count, control, beta1,
                  beta2, seed):
     """One AdamW step for the chunks' elements of params (parameters,), and of this rank's master
-    (may be None), m, v. The gradients are sums (None: 0) + those of each rank's last
-    micro-batch."""
+    (may be None), m, v. The gradients are global_norm's."""
     device.launch("adamw_update", (update_blocks(device, chunks),),
                   (device.geometry.UPDATE_THREADS,), params, master, m, v, sums, gradients,
                   chunks, rank_count, control, beta2, 1.0 - beta1, 1.0 - beta2, seed)
@@ -510,27 +509,28 @@ class AdamW:
             table["sums"] = Row((size,))  # of gradients, the last micro-batch's aside
         return table
 
-    def __init__(self, matmul, settings, params, grads, state, shares, messages):
-        """params, grads: flat; on several GPUs, grads is what was received; state: {name: array} of
-        `table`, zeros; shares: how the ranks divide the parameters."""
+    def __init__(self, matmul, settings, params, gradients, state, shares, messages):
+        """params, gradients: flat; gradients: each rank's, of what this rank updates: on one GPU
+        GPT2.grads, on several those received; state: {name: array} of `table`, zeros; shares: how
+        the ranks divide the parameters."""
         self.device, self.settings, self.messages = matmul.device, settings, messages
-        self.params, self.grads = params, grads
+        self.params, self.gradients = params, gradients
         self.m, self.v = state["m"], state["v"]
         self.master = state.get("master")
         self.sums = state.get("sums")
 
         self.chunks, ends, count = shares.chunks(messages.rank)
-        first, rest, _ = (end * CHUNKS.itemsize for end in ends)
+        first, outside, _ = (end * CHUNKS.itemsize for end in ends)
         chunks = cp.asarray(self.chunks.view(np.uint8))
         self.groups = {
             "all": chunks,
             "first layer": chunks[:first],
-            "rest": chunks[first:rest],
-            "other layers": chunks[rest:],
+            "outside the layers": chunks[first:outside],
+            "other layers": chunks[outside:],
         }
 
-        # What this rank adds to the sums over all: losses of its micro-batches, then norm partials
-        # of its share. On one GPU, these are the sums.
+        # Losses of the update's micro-batches, then norm partials of all chunks. Each is nonzero on
+        # one rank alone, so that the sum over the ranks is exact; on one GPU, there is none.
         self.own_scalars = cp.zeros(settings.micro_steps + count * settings.needs_norm, np.float32)
         self.scalars = self.own_scalars if messages.rank_count == 1 else self.own_scalars.copy()
         self.control = cp.zeros(STEP_CONTROL.itemsize, np.uint8)
@@ -547,15 +547,16 @@ class AdamW:
         return self.own_scalars[number : number + 1]
 
     def accumulate(self, i):
-        """Add the gradients of micro-batch i to the sums, before the next backward pass overwrites
-        them."""
+        """sums += the gradients of micro-batch i, once they have arrived: those sent may then be
+        overwritten by the next backward pass."""
         self.messages.wait_for_gradients()
         with self.device.span(f"add {i}"):
-            add_gradients(self.device, self.sums, self.grads, self.groups["all"],
+            add_gradients(self.device, self.sums, self.gradients, self.groups["all"],
                           self.messages.rank_count, i == 0)
 
     def global_norm(self):
-        """scalars = all losses, and all partial sums of the norm."""
+        """scalars = all losses, and all partial sums of the norm. On several GPUs, those of the
+        "other layers" were launched during the backward pass: see ZeroMessages.gradient_done."""
         self.messages.wait_for_gradients()
         for group in self.messages.norm_groups:
             self.norm_of(group)
@@ -575,7 +576,7 @@ class AdamW:
         partials = self.own_scalars[self.settings.micro_steps :]
         if self.settings.needs_norm and chunks.size:
             with self.device.span(f"norm {group}"):
-                global_norm(self.device, partials, self.sums, self.grads, chunks,
+                global_norm(self.device, partials, self.sums, self.gradients, chunks,
                             self.messages.rank_count)
 
     def update_of(self, group):
@@ -585,8 +586,8 @@ class AdamW:
         if chunks.size:
             with self.device.span(f"adamw {group}"):
                 adamw_update(self.device, self.params, self.master, self.m, self.v, self.sums,
-                             self.grads, chunks, self.messages.rank_count, self.control, s.beta1,
-                             s.beta2, s.stochastic_rounding)
+                             self.gradients, chunks, self.messages.rank_count, self.control,
+                             s.beta1, s.beta2, s.stochastic_rounding)
         self.messages.group_updated(group)
 
 
@@ -679,11 +680,13 @@ class GPT2:
         return self.shapes[B, T]
 
     def training_activations(self, B, T):
-        """Those of an update. In FP8, some are places in 8 bits, which no evaluation of this shape
-        uses."""
+        """Those of an update. In FP8, inputs of matmuls are Quantized, which an evaluation of the
+        same shape does not want."""
         return self.linears.place(self.make_activations(B, T))
 
     def make_activations(self, B, T):
+        """A namespace of all rows by name, with lists of the layers' rows: these alone tell a row
+        of the forward pass from the backward pass's of the same name."""
         phases = {}
         for what, group in self.tables(self.config, self.settings, B, T, self.device).items():
             for phase, table in group.items():
@@ -771,8 +774,8 @@ class GPT2:
         self.backward_head(acts, scale)
         layernorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3,
                            params.lnfw, acts.lnf_mean, acts.lnf_rstd, False, B, T, C)
-        # the third of the partials, dresidual's column sums, are dfcprojb here, and dattprojb after
-        # ln2's backward pass
+        # the last third of the partials sums the new dresidual, the dout of the linear layer below:
+        # its column sums are that layer's dbias
         jobs.append((acts.lnf_partials, (grads.lnfw, grads.lnfb, self.grad_layers[-1].fcprojb)))
 
         # The side stream reads two tensors for each gradient of a weight: a gradient, and an
@@ -825,12 +828,12 @@ class GPT2:
         column_sums(device, jobs)
         encoder_backward(device, grads.wte, grads.wpe, acts.wte_partials, dresidual, by_token,
                          B, T, C)
-        device.wait(dqkv_read)  # the side stream's last launch; it has summed the loss before
+        device.wait(dqkv_read)  # the side stream's last launch, also after the loss
         self.gradient_done(REST)
 
     def backward_head(self, acts, scale):
-        """dbranch, dwte =; encoder_backward adds to dwte. dlogits hold dlogits_scale(scale), not
-        scale: hence `factor`. All on the main stream, as dfch will overwrite dlogits."""
+        """dbranch =; dwte, to which encoder_backward adds, or dlm_head =. In FP8, dlogits have
+        another scale. All on the main stream, because dfch will overwrite dlogits."""
         head = self.linear("logits")
         factor = scale / self.linears.dlogits_scale(scale)
         head.backward_inp(acts.dbranch, acts.logits, factor)
@@ -859,20 +862,19 @@ class GPT2:
             self.device.wait(batch_copied)
             self.classify(acts, batch.targets[i], optimizer.loss_place(i), scale, train=True)
 
-        if i > 0:  # not before: on several GPUs, gradients travel during the forward pass
+        if i > 0:  # after the forward pass, during which gradients travel between GPUs
             optimizer.accumulate(i - 1)
 
         with self.device.span(f"backward {i}"):
             self.backward(acts, sorted_tokens(batch, i), scale)
 
     def train_step(self, trainer):
-        """Launch one update."""
+        """Launch a whole step, from the batch in pinned memory to new weights."""
         device, batch = self.device, trainer.batch
         self.messages.step_begins()
         self.linears.step_begins()
 
-        # Learning rate and inputs come first in batch_table; the rest is copied beside the
-        # forward pass.
+        # what follows the inputs in batch_table is copied while the forward pass runs
         copy = functools.partial(copy_batch, device, batch.buffer, trainer.pinned,
                                  trainer.optimizer.control)
         end_of_inputs = batch.learning_rate.size + batch.inputs.size

@@ -217,8 +217,8 @@ class Muon(AdamW):
         table["partials"] = Row((cls.BLOCKS * max(n for n, _ in own),))
         return table
 
-    def __init__(self, matmul, settings, params, grads, state, shares, messages):
-        super().__init__(matmul, settings, params, grads, state, shares, messages)
+    def __init__(self, matmul, settings, params, gradients, state, shares, messages):
+        super().__init__(matmul, settings, params, gradients, state, shares, messages)
         self.u = state["u"]
         self.x = state.get("x")
         self.y = state["y"]
@@ -237,7 +237,7 @@ class Muon(AdamW):
             self.of_stacks.append((stack, chunks, local))
 
     def update(self):
-        self.update_of("rest")
+        self.update_of("outside the layers")
         self.update_matrices()
         self.messages.wait_for_weights()
 
@@ -246,8 +246,8 @@ class Muon(AdamW):
         for stack, chunks, local in self.of_stacks:
             grid = (update_blocks(self.device, chunks),)
             with self.device.span(f"muon {stack.rows} x {stack.columns}"):
-                self.launch("muon_momentum", grid, self.m, self.u, self.sums, self.grads, chunks,
-                            self.messages.rank_count, self.control, self.MOMENTUM, local)
+                self.launch("muon_momentum", grid, self.m, self.u, self.sums, self.gradients,
+                            chunks, self.messages.rank_count, self.control, self.MOMENTUM, local)
 
                 matrices = self.messages.to_matrices(stack, self.u, self.x)
                 matrices = self.orthogonalize(stack, matrices)

@@ -134,20 +134,20 @@ class Shares:
     def chunks(self, rank):
         """What the optimizer works on. Returns
 
-            chunks  (n,) CHUNKS of a rank: the first layer's matrices, the rest, the other layers'
-                    matrices
+            chunks  (n,) CHUNKS of a rank: the first layer's matrices, those outside the layers, the
+                    other layers' matrices
             ends    [where each of these three groups ends]
             count   how many chunks all ranks have
         """
         first_layer = []
-        rest = []
+        outside = []
         other_layers = []
         owned = {part.segment: part for part in self.parts_of(rank)}
         index = 0
 
         for segment in self.segments:
             if segment.layer is None:
-                group = rest
+                group = outside
             else:
                 group = first_layer if segment.layer == 0 else other_layers
             part = owned.get(segment)
@@ -160,7 +160,7 @@ class Shares:
                                       min(UPDATE_CHUNK, end - flat), index, *treatment))
                     index += 1
 
-        groups = first_layer, rest, other_layers
+        groups = first_layer, outside, other_layers
         ends = np.cumsum([len(group) for group in groups]).tolist()
         return np.array([chunk for group in groups for chunk in group], CHUNKS), ends, index
 

@@ -82,7 +82,7 @@ class ForwardPasses:
             self.loss = cp.zeros(1, np.float32)  # of an evaluation
 
     def make_model(self, buffers):
-        """buffers: bytes for each entry of the architecture's tables."""
+        """buffers: an array of bytes for each entry of the architecture's tables."""
         return self.architecture(self.config, self.settings, self.linears, self.messages,
                                  self.params, self.grads, buffers)
 
@@ -90,15 +90,17 @@ class ForwardPasses:
         """inputs, targets (B, T) integer ids on the host -> the mean loss, a float."""
         B, T = inputs.shape
 
-        def on_gpu(room, ids):
-            return copy_to_gpu(room.reshape(-1)[: B * T], np.ascontiguousarray(ids, np.int32))
+        def on_gpu(room, ids):  # room: of the training batch, which the next step overwrites
+            ids = np.ascontiguousarray(ids, np.int32)
+            return copy_to_gpu(room.reshape(-1)[: B * T], ids).reshape(B, T)
 
         with self.device.stream:
             acts = self.model.activations(B, T)
-            inputs = on_gpu(self.batch.inputs, inputs)
-            targets = on_gpu(self.batch.targets, targets)
-            self.model.trunk(acts, inputs)
-            loss_done = self.model.classify(acts, targets, self.loss, 1.0 / (B * T), train=False)
+            inputs_there = on_gpu(self.batch.inputs, inputs)
+            targets_there = on_gpu(self.batch.targets, targets)
+            self.model.trunk(acts, inputs_there)
+            loss_done = self.model.classify(acts, targets_there, self.loss, 1.0 / (B * T),
+                                            train=False)
             self.device.wait(loss_done)
             return float(self.loss.get()[0])
 
@@ -152,7 +154,7 @@ def choose_linears(architecture, matmul, settings):
 
 
 def open_nccl(ranks, settings):
-    """What carries messages between GPUs; None on one. It takes memory."""
+    """An Nccl, or None on one GPU; opened before free memory is counted, of which it takes some."""
     if ranks.size == 1:
         return None
     from llmc.gpu.several.nccl import Nccl  # here: a run on one GPU does not need it
@@ -160,7 +162,7 @@ def open_nccl(ranks, settings):
 
 
 def choose_messages(ranks, nccl, device, settings, config):
-    """What a step tells other GPUs: on one, nothing."""
+    """The Messages of a run."""
     if ranks.size == 1:
         return Messages()
     from llmc.gpu.several.zero import ZeroMessages  # here, too
@@ -198,7 +200,7 @@ class Trainer(ForwardPasses):
         self.weights_behind = False  # other ranks have updated weights that have not arrived here
 
     def tensors(self, what):
-        """Of an entry of the plan."""
+        """The Tensors in the buffer of the plan's entry `what`."""
         return self.plan[what].over(self.buffers[what])
 
     def start(self, params):
@@ -240,9 +242,8 @@ class Trainer(ForwardPasses):
     # -- an update: prepare, once; then begin_step and end_step
 
     def prepare(self, batch=None):
-        """Run a batch, (inputs, targets), by default of random tokens, which loads the layers'
-        kernels, and capture the step as a graph. Changes no weight. FP8's first scales are those
-        for the first rank's batch."""
+        """Run a batch, (inputs, targets), by default of random tokens, and capture the step as a
+        graph. Changes no weight."""
         settings = self.settings
         if batch is None:
             batch = np.random.default_rng(0).integers(0, self.config.V, (2, settings.B, settings.T),
@@ -250,20 +251,20 @@ class Trainer(ForwardPasses):
         with self.device.stream:
             self.stage(0, [batch] * settings.own_micro_steps, 0.0)
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
-            self.linears.calibrate(self)
+            self.linears.calibrate(self)  # in FP8: the first scales, by the first rank's batch
             self.linears.weights_changed()
-            self.model.micro_step(self, 0)
-            self.linears.forget()
+            self.model.micro_step(self, 0)  # loads the kernels; outside of a step, it sends nothing
+            self.linears.forget()  # in FP8: the amax of this batch
             self.messages.connect()
             self.device.synchronize()
             if settings.graph:
                 self.graph = self.model.capture(self)
 
     def begin_step(self, batches, learning_rate):
-        """Start one update with own_micro_steps batches (inputs, targets), and return its number.
-        The one before may still be running."""
+        """Start one update with own_micro_steps batches (inputs, targets), and return its number,
+        counted from this Trainer's first. The one before may still be running."""
         number = self.steps_begun
-        half = number % 2
+        half = number % 2  # as copy_batch and prepare_update take, by a count of their own
         self.wait(self.finished[half])  # the update before the last one has read this half
         self.stage(half, batches, learning_rate)
         with self.device.stream as stream:

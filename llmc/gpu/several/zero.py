@@ -17,24 +17,25 @@ from llmc.tensors import flat
 
 
 class ZeroMessages(Messages):
-    """What of a step is on the communication stream: messages, and the events at which they have
-    arrived.
+    """The messages of a step, all on the communication stream, and the events at which they have
+    arrived. A message is a function of a stream:
 
-    A message is a function of a stream. gradient_sends[name, layer] are those that send a
-    micro-batch's gradients of a matrix to their owners, and receive all ranks' of this rank's part;
-    (REST, None) are those of embeddings, biases and norms. weight_sends[layer] send this rank's new
-    weights of a layer's matrices to all; None: the rest's.
+        gradient_sends[name, layer]  send each owner its part of a matrix's gradient; receive every
+                                     rank's gradient of the part that this rank owns. (REST, None):
+                                     of embeddings, biases and norms
+        weight_sends[layer]          send this rank's new weights of the layer's matrices to all,
+                                     and receive theirs; None: of what is outside the layers
 
-    What has equal parts is sent by a collective of its own, the others by a group of point-to-point
-    messages; so are small segments of the rest, because a copy engine takes 20 us to start, which
-    nothing hides at the end of a backward pass."""
+    A segment that divides into equal parts has a collective of its own. All other segments, and
+    small ones of REST, share a group of point-to-point messages: a copy engine takes 20 us to
+    start, which nothing hides at the end of a backward pass."""
 
-    # that of the other layers is computed while the last matrix travels
-    norm_groups = "first layer", "rest"
+    # gradient_done launches the norm of the "other layers"
+    norm_groups = "first layer", "outside the layers"
     # the next forward pass begins with the first two
-    update_groups = "first layer", "rest", "other layers"
-    # group -> layer whose weights travel, once updated
-    WEIGHTS = {"first layer": 0, "rest": None, "matrices": 0}
+    update_groups = "first layer", "outside the layers", "other layers"
+    # group -> layer whose weights travel, once updated; "matrices" are Muon's
+    WEIGHTS = {"first layer": 0, "outside the layers": None, "matrices": 0}
 
     LARGE = 1 << 22  # elements
 
@@ -54,8 +55,8 @@ class ZeroMessages(Messages):
         self.weight_sends = collections.defaultdict(list)
 
     def start(self, params, grads, received, shares, optimizer, linears):
-        """params, grads: Tensors on the GPU; received (received_size,): room for the gradients of
-        this rank's parts of all ranks; shares: a Shares. Makes the lists of messages."""
+        """Make the lists of messages. params, grads: Tensors on the GPU; received (received_size,):
+        room for each rank's gradients of the parts that this rank owns; shares: a Shares."""
         self.shares = shares
         self.optimizer = optimizer
         self.linears = linears
@@ -67,6 +68,7 @@ class ZeroMessages(Messages):
         for segment in shares.segments:
             mine = owned.get(segment)
             key = segment.name, segment.layer
+            # parts begin at multiples of 8
             has_equal_parts = segment.size % (8 * self.rank_count) == 0
             if has_equal_parts and (segment.name != REST or segment.size >= self.LARGE):
                 whole = slice(segment.begin, segment.begin + segment.size)
@@ -126,8 +128,8 @@ class ZeroMessages(Messages):
         self.gradients_arrived[name, l] = self.send(self.gradient_sends[name, l], label, computed)
 
     def send_weights(self, l):
-        """Send and receive the weights that each rank has updated. l: whose matrices; None: the
-        rest."""
+        """Send and receive the weights that each rank has updated. l: whose matrices; None: what
+        is outside the layers."""
         label = "weights" if l is None else f"weights {l}"
         self.weights_arrived[l] = self.send(self.weight_sends[l], label)
 
@@ -158,13 +160,14 @@ class ZeroMessages(Messages):
             return
         if l > 0:
             self.device.wait(self.weights_arrived[l])
-        for ahead in range(1 if l == 0 else l + 2, min(l + 3, self.L)):
-            self.send_weights(ahead)
+        for ahead in (1, 2) if l == 0 else (l + 2,):
+            if ahead < self.L:
+                self.send_weights(ahead)
         self.linears.layer_arrived(l, self.ranks.is_first)
 
     def gradient_done(self, name, l=None, event=None):
-        """Send the gradient. The last matrix is of the first layer: while it travels, the norm of
-        the other layers' gradients is computed. After the rest, the micro-batch is done."""
+        """Send the gradient. The last matrix of an update is of the first layer: while it travels,
+        the norm of the other layers' gradients is computed. REST ends the micro-batch."""
         if self.micro_batch is None:
             return
         self.send_gradients(name, l, event)
@@ -185,7 +188,7 @@ class ZeroMessages(Messages):
     # -- the optimizer's hooks
 
     def wait_for_gradients(self):
-        """Those of the rest are the last to arrive."""
+        """REST's are the last to arrive."""
         self.device.wait(self.gradients_arrived[REST, None])
 
     def group_updated(self, group):
@@ -230,9 +233,9 @@ class PointToPoint:
 
 
 def matrix_parts(shares, stack, rank):
-    """Which rank works on what part of this rank's share of a stack, [(rank, slice)]; and which
-    rank's share has what part of the matrices that this one works on. Each rank works on adjacent
-    matrices."""
+    """Muon's messages, two lists of (rank, slice): the parts of this rank's share of a stack, with
+    the rank that works on each; the parts of the matrices that this rank works on, with the rank
+    whose share has each. Each rank works on adjacent matrices."""
     count = shares.rank_count
     edges = [stack.begin + stack.count * r // count * stack.size for r in range(count + 1)]
     there = []
