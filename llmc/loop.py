@@ -60,8 +60,9 @@ class Loop(contextlib.AbstractContextManager):
         self.config, self.params, self.model_path = read_start(settings, self.first_step, self.tokenizer, architecture)
         self.parameters = sum(tensor.size for tensor in unpadded(self.params, self.config.V))
         self.train_loader, self.val_loader = open_data(settings, self.config.V, ranks.rank, ranks.size)
-        if ranks.is_first and not self.tokenizer:
-            print(f"warning: no gpt2_tokenizer.bin: samples are printed as token ids; {EXPORT}", file=sys.stderr)
+        if ranks.is_first and settings.sample_every and not self.tokenizer:
+            print(f"warning: no gpt2_tokenizer.bin: samples are printed as token ids; {EXPORT}",
+                  file=sys.stderr)
         self.examples = []
         if settings.hellaswag:
             from llmc import hellaswag  # here: few runs need it

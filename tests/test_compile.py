@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -225,7 +226,8 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, confi
 
 
 def test_the_cache(tmp_path, monkeypatch):
-    """What is there is not compiled again; other constants, or another source, are other files."""
+    """What is there is not compiled again, unless it is damaged; other constants, or another
+    source, are other files."""
     pytest.importorskip("cuda.core")
     (tmp_path / "a.cu").write_text('extern "C" __global__ void a() {}\n')
     monkeypatch.setattr(llmc.gpu.compiler, "KERNEL_DIRECTORY", str(tmp_path))
@@ -233,6 +235,11 @@ def test_the_cache(tmp_path, monkeypatch):
     file = KernelFile("a", ("a",), {"N": 1})
     (path,), compiled = prepare_kernels("sm_80", [file])
     assert compiled == 1 and prepare_kernels("sm_80", [file]) == ([path], 0)
+    cubin = Path(path).read_bytes()
+    for damaged in (cubin[: len(cubin) // 2], b"", cubin[:-1] + bytes([cubin[-1] ^ 1])):
+        Path(path).write_bytes(damaged)
+        assert prepare_kernels("sm_80", [file]) == ([path], 1)
+        assert Path(path).read_bytes() == cubin
     assert prepare_kernels("sm_80", [file, file._replace(constants={"N": 2})])[1] == 1
     (tmp_path / "a.cu").write_text('extern "C" __global__ void a() { __syncthreads(); }\n')
     assert (prepare_kernels("sm_80", [file])[1] == 1

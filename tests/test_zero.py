@@ -409,7 +409,7 @@ def test_gpus_and_ctrl_c(heads):
      "-d/--total_batch_size 32: expected a multiple of B*T*GPUs = 48"),
     (2, ("-b", 2, "-t", 8, "-e", "none.bin"), "none.bin: no such file"),
     (2, ("--gpus", 4), "--gpus 4: a launcher has started 2 ranks"),
-    (5, ("-b", 2, "-t", 8), "5 processes or more on this machine, which has 4 GPUs")))
+    (5, ("-b", 2, "-t", 8), "5 or more processes on this machine, which has 4 GPUs")))
 def test_an_error_is_one_line(start, size, flags, words):
     statuses, _, err = end_ranks(start(size, *flags))
     assert statuses == [1] * size and words in err and err.count("\n") == 1

@@ -2,6 +2,7 @@
 next."""
 
 import contextlib
+import glob
 import hashlib
 import importlib.metadata
 import json
@@ -100,18 +101,32 @@ def prepare_kernels(arch, files):
         source = (sources / f"{file.name}.cu").read_text()
         return "\n".join([version, arch, json.dumps(file.constants), source, *headers])
 
-    keys = map(key_of, files)
-    paths = [os.path.join(directory, f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin")
-             for key in keys]
-    missing = [(path, file) for path, file in zip(paths, files) if not os.path.exists(path)]
-
-    def build(path, file):
+    def build(start, file):
         cubin = compile_kernels(file.name, arch, file.constants)
+        path = f"{start}-{digest(cubin)}.cubin"
         own = f"{path}.{os.getpid()}"  # another process may be making the same file
         with replacing(own) as f:
             f.write(cubin)
         os.replace(own, path)
+        return path
 
+    starts = [os.path.join(directory, digest(key_of(file).encode())) for file in files]
+    cached = list(map(find_cubin, starts))
+    missing = [(start, file) for start, file, path in zip(starts, files, cached) if not path]
     with ThreadPoolExecutor(len(files)) as pool:
-        list(pool.map(build, *zip(*missing)))
-    return paths, len(missing)
+        built = pool.map(build, *zip(*missing))
+        return [path or next(built) for path in cached], len(missing)
+
+
+def digest(data):
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def find_cubin(start):
+    """The path of a cubin that begins so, and whose content is the one that its name says; None if
+    there is none: a full disk or a copy may have cut it."""
+    for path in glob.glob(f"{glob.escape(start)}-*.cubin"):
+        with contextlib.suppress(OSError):
+            if path == f"{start}-{digest(Path(path).read_bytes())}.cubin":
+                return path
+    return None

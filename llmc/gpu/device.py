@@ -71,8 +71,9 @@ def open_gpu(arch="native", local_rank=0):
     count = count_gpus()
     if local_rank and count > 1:  # if one GPU is visible, the launcher chose it for this process
         if local_rank >= count:
-            raise UserError(f"{local_rank + 1} processes or more on this machine, which has {count}"
-                            f" GPUs: start one for each GPU: --gpus {count}")
+            processes = os.environ.get("LOCAL_WORLD_SIZE", f"{local_rank + 1} or more")
+            raise UserError(f"{processes} processes on this machine, which has {count} GPUs:"
+                            f" start one for each GPU: --gpus {count}")
         cp.cuda.Device(local_rank).use()
     properties = cp.cuda.runtime.getDeviceProperties(cp.cuda.runtime.getDevice())
     name = properties["name"].decode()
@@ -166,8 +167,7 @@ class Device:
                 module = cp.RawModule(path=path)
                 self.functions |= {name: module.get_function(name) for name in file.kernels}
             except cp.cuda.driver.CUDADriverError as error:
-                raise UserError(f"{path}: cannot be loaded ({error}): if it is damaged, remove"
-                                " it") from None
+                raise UserError(f"{path}: the driver cannot load it ({error})") from None
             self.shared |= file.shared
         for name, size in self.shared.items():
             self.functions[name].max_dynamic_shared_size_bytes = size
