@@ -118,9 +118,26 @@ def test_the_notebook_runs(here, monkeypatch, run_here):
     for cell in CELLS:
         code = "".join(cell["source"]).replace("\\\n", "")
         code = re.sub(r"^!\{python\} (.*)", r"run(f'''\1''')", code, flags=re.MULTILINE)
-        exec(re.sub(r"^( *)(!rm|%pip) .*", r"\1pass", code, flags=re.MULTILINE), names)
+        exec(re.sub(r"^( *)(!rm|!git|%pip) .*", r"\1pass", code, flags=re.MULTILINE), names)
     check_notebook("".join(printed), 4)
     assert (here / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_notebook_makes_the_clone(here, monkeypatch):
+    """Where it is opened outside of one, once."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    code = "".join(CELLS[0]["source"])
+    names = {"clone": lambda address: subprocess.run(
+        ["git", "clone", "-q", "--depth", "1", address, "first_run_clone"], check=True)}
+    code = code.replace('!git clone -q --depth 1 "{REPOSITORY}" first_run_clone',
+                        "clone(REPOSITORY)")
+    with pytest.raises(AssertionError, match="set REPOSITORY to the address"):
+        exec(code, names)
+    monkeypatch.setenv("FIRST_RUN_REPOSITORY", f"file://{ROOT}")
+    exec(code, names)
+    assert Path.cwd().name == "first_run_clone" and Path("train_gpt2.py").is_file()
+    exec(code, names)
+    assert sys.path[0] == os.getcwd() and Path("doc/first_run.ipynb").is_file()
 
 
 # --------------------------------------------------------------------------------------------------
