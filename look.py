@@ -273,7 +273,8 @@ def write_page(path, data, numbers):
     in which `<` would end the script, and the numbers. JavaScript (up to U+FFFF) and JSON have an
     escape for other characters."""
     page = "{page.html}"
-    for name in ("page.html", "page.css", "numbers.js", "formulas.js", "page.js", "views.js"):
+    for name in ("page.html", "page.css", "numbers.js", "formulas.js", "page.js", "alive.js",
+                 "views.js"):
         page = page.replace(f"{{{name}}}", (FOLDER / name).read_text("utf-8"))
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = page.replace("{data}", text).encode("ascii", "backslashreplace")

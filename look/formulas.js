@@ -1,4 +1,4 @@
-// How one number of each layer's result is made, from what the layer reads; and training.
+// How one number of each layer's result is made, from what the layer reads.
 
 // ---- what formulas share ------------------------------------------------------------------------
 
@@ -80,9 +80,15 @@ function gradientOfQkv(c, t, j) {
     : sum("sum", "the heads that share it", every, n => one(first + n));
 }
 const rotation = (mark, arg, sign) => ({ mark: (c, t, j) => j < c.heads * c.HS ? mark : "pairs = ",
-  why: "RoPE turns each pair of a query's and a key's channels by an angle that grows with the "
-    + "position, fast for the first pairs. Turned by the same angle, two vectors keep their "
-    + "product: a score sees how far apart two positions are, not where they are.",
+  why: (c, t, j) => {
+    const pair = Math.floor(j % c.HS / 2);
+    const angle = Math.atan2(c.sin.num(t, pair), c.cos.num(t, pair));
+    return "Without it, a score would not depend on the order of tokens. RoPE turns each pair of a "
+      + "query's and a key's channels by an angle that grows with the position, fast for the "
+      + `first pairs: at position ${t}, this pair by ${say(angle)}, or whole turns more. The `
+      + "product of a query and a key then depends on the difference of their angles: on how far "
+      + "apart they are, not on where.";
+  },
   of: (c, t, j) => {
     const x = c.ins[arg];
     if (j >= c.heads * c.HS) return because("a value: it is not rotated", x.num(t, j));
@@ -214,9 +220,10 @@ const FORMULAS = {
   "norm_backward.dinp": {
     mark: c => `${c.mean ? "np.subtract(inp[r]|n *= rstd[r]" : "np.multiply(inp[r]"}`
       + "|np.multiply(d, weight…dinp[r] += dn",
-    why: "A number acts in several ways: directly (dn); by shifting its row's mean, which the norm "
-      + "takes away again (− mean_dn; RMSNorm has no mean); and by making its row longer, which "
-      + "the norm undoes (− n × mean_dn_n).",
+    why: "dn is the d of n, the normalized number. A number acts in several ways: directly (dn); "
+      + "by shifting its row's mean by 1 / C, which the norm takes from all C numbers (− mean_dn; "
+      + "RMSNorm has no mean); and by making its row longer, in proportion to n, for which the "
+      + "norm makes all C numbers smaller, in proportion to their own n (− n × mean_dn_n).",
     of: (c, t, j) => {
       const before = c.ins.dinp ? c.ins.dinp.num(t, j) : 0;
       const dn = i => is("dn", "dout × weight", c.dout.num(t, i) * c.weight.num(i));
@@ -242,13 +249,16 @@ const FORMULAS = {
     why: "A layer only adds: what the stream had stays in it, and the gradient comes back whole.",
     of: (c, t, j) => is("", "inp1 + inp2", c.inp1.num(t, j) + c.inp2.num(t, j)) },
   "attention_forward.preatt": { mark: "np.matmul(query[b]…p += mask",
-    why: "A query is what a position asks for, a key what an earlier one offers; both are made by "
-      + "weights. The more they agree, channel by channel, the more the head looks there.",
+    why: c => "A query is what a position asks for, a key what one up to it offers; both are made "
+      + "by weights. The more they agree, channel by channel, the more the head looks there. They "
+      + `have HS = ${c.HS} numbers, and a sum of so many terms grows with √HS: undivided, the `
+      + "softmax would nearly always choose one position.",
     of: causal(-Infinity, score("")) },
   "attention_forward.att": {
     mark: c => c.preatt ? "np.subtract(p…a *= np.float32" : "np.matmul(query[b]…a *= np.float32",
-    why: "A query is what a position asks for, a key what an earlier one offers: the more they "
-      + "agree, the higher the score. The softmax makes a row of scores probabilities.",
+    why: "A query is what a position asks for, a key what one up to it offers: the more they "
+      + "agree, the higher the score. The softmax makes a row of scores probabilities. Subtracting "
+      + "the largest changes no ratio: it keeps exp from overflowing.",
     of: causal(0, (c, h, t, t2) => c.preatt
       ? softmax(c, h * T + t, t + 1, x => c.preatt.num(h, t, x), t2, "preatt")
       : softmax(c, h * T + t, t + 1, x => score("score")(c, h, t, x), t2, "score")) },
@@ -270,12 +280,18 @@ const FORMULAS = {
     of: gradientOfScore },
   "attention_backward.dinp": {
     mark: (c, t, j) => `out=d${CHANNELS[whose(c, j)]}`,
+    why: (c, t, j) => ["A query took part in the scores of its row: their d comes back to it, "
+      + "times the keys.", "A key took part in the scores of every later query: their d comes back "
+      + "to it, times the queries.", "A value was handed to every later position, by how much it "
+      + "looked here: the d of what they gathered comes back, times that."][whose(c, j)],
     of: gradientOfQkv },
   "rope_forward.qkv": rotation("a[...], b[...]", "qkv", 1),
   "rope_backward.dqkv": { ...rotation("rope_forward(dqkv", "dqkv", -1), mark: "rope_forward(dqkv" },
   "qknorm_forward.rstd": { mark: "rstd[...] =",
     of: (c, t, h) => inverseSize(c, "qkv", t, h * c.HS, "HS", 0) },
   "qknorm_forward.qkv": {
+    why: "All queries, and all keys, get one length: a score then says how well their directions "
+      + "agree, and no head can shout.",
     mark: (c, t, j) =>
       ["heads *= rstd…heads[:, :, :NH]", "heads *= rstd", "heads = qkv"][whose(c, j)],
     of: (c, t, j) => {
@@ -306,7 +322,10 @@ const FORMULAS = {
       const b = is("bend", "tanh(GELU_SCALE × (inp + GELU_CUBE × inp³))", bend(c, x));
       return is("", "inp / 2 × (1 + bend)", x / 2 * (1 + b));
     } },
-  "gelu_backward.dinp": { mark: "np.multiply(x, x, out=t)…np.multiply(t, dout",
+  "gelu_backward.dinp": {
+    why: "A small change of what came in is multiplied by the slope of the bend there: near 0 "
+      + "where the hidden number is silent, near 1 where it speaks.",
+    mark: "np.multiply(x, x, out=t)…np.multiply(t, dout",
     of: (c, t, j) => {
       const x = c.inp.num(t, j), b = is("bend", "tanh(GELU_SCALE × (inp + GELU_CUBE × inp³))",
         bend(c, x));
@@ -316,7 +335,9 @@ const FORMULAS = {
         (1 + b) / 2 + x / 2 * (1 - b * b) * inner);
       return is("", "dout × slope", c.ins.dout.num(t, j) * slope);
     } },
-  "relu2_forward.out": { mark: "np.maximum(inp…out *= out",
+  "relu2_forward.out": {
+    why: "Only what is above 0 passes, and the more so the larger it is: most hidden numbers are "
+      + "silent.", mark: "np.maximum(inp…out *= out",
     of: (c, t, j) => is("", "max(inp, 0)²", Math.max(0, c.inp.num(t, j)) ** 2) },
   "relu2_backward.dinp": { mark: "slope = …np.multiply(dout", of: (c, t, j) =>
     is("", "dout × 2 × max(inp, 0)", c.ins.dout.num(t, j) * 2 * Math.max(0, c.inp.num(t, j))) },
@@ -336,7 +357,9 @@ const FORMULAS = {
       return j < c.F ? is("", "dout × gate × s", d * gate * s)
         : is("", "dout × up × s × (1 + gate × (1 − s))", d * up * s * (1 + gate * (1 - s)));
     } },
-  "cap_forward.logits": { mark: "z[start", of: (c, t, j) => {
+  "cap_forward.logits": {
+    why: "Small logits pass nearly unchanged, none goes beyond CAP: the model cannot be too sure.",
+    mark: "z[start", of: (c, t, j) => {
     const z = c.ins.logits.num(t, j);
     return is("", "logits / √(1 + (logits / CAP)²)", z / Math.sqrt(1 + (z / c.CAP) ** 2));
   } },
@@ -363,7 +386,9 @@ const FORMULAS = {
   "adamw_update.v": { mark: "np.multiply(g, g…square += t", of: (c, i, j) => square(c, i, j, "") },
   "adamw_update.move": { mark: "correction2 = |rate = |keep, scale|np.sqrt(square…p -= t",
     why: "Divided by its own size (√vhat), the mean gradient is about 1 if gradients agree, less "
-      + "if they do not: so a weight moves by about the rate, whatever the gradient's size.",
+      + "if they do not: so a weight moves by about the rate, whatever the gradient's size. m "
+      + "keeps beta1 of itself and takes the rest of the new gradient: it is the memory of earlier "
+      + "steps. As it begins at 0, it is too small at first: dividing by 1 − beta1^step mends that.",
     of: (c, i, j) => {
       if (parts) mean(c, i, j, "new_m"), square(c, i, j, "new_v");
       const m = c.outs.m.num(i, j), v = c.outs.v.num(i, j), weight = ofWeight(c, c.params, i, j);
@@ -376,8 +401,9 @@ const FORMULAS = {
     } },
   "muon_update.m": { mark: "m += ", of: (c, i, j) => muonMean(c, i, j, "") },
   "muon_update.move": { mark: "u = orthogonalize…param -= u",
-    why: "A gradient's matrix has a few long directions and many short ones. Muon makes all of "
-      + "them equally long, so that the rare ones are learned, too.",
+    why: "A matrix stretches some directions of what it reads much, others little. Of the mean "
+      + "gradient's matrix, Muon keeps the directions and makes all of these stretches nearly 1, "
+      + "so that what is rare is learned, too.",
     of: (c, i, j) => {
       if (parts) muonMean(c, i, j, "new_m");
       const m = c.outs.m.num(i, j), weight = ofWeight(c, c.param, i, j);
@@ -388,7 +414,8 @@ const FORMULAS = {
       const move = c.outs.move, u = !c.m.whole ? direction(c, i, j)
         : -(move.data[move.flat(i, j)] / c.learning_rate + c.weight_decay * weight) / ratio;
       is("u", "“its number once all directions of that matrix are equally long”", u);
-      is("ratio", "“√(rows / columns), or 1”", ratio);
+      is("ratio", `“√(rows / columns), at least 1${c.blocks > 1 ? `, of each of its ${
+        c.blocks} matrices` : ""}”`, ratio);
       return is("", "−learning_rate × (ratio × u + weight_decay × param)",
         -c.learning_rate * (ratio * u + c.weight_decay * weight));
     } },
@@ -412,28 +439,3 @@ function muonMean(c, i, j, name) {
 // A weight's number, or its gradient's: of a large model, moments have some rows and columns.
 const ofWeight = (c, tensor, i, j) => !c.m.whole ? tensor.num(i, j)
   : tensor.num(...c.m.inWhole([i, j].slice(0, tensor.shape.length)));
-
-// One step of training: every weight moves, then all is computed anew.
-function train(rate) {
-  const updates = calls.slice().filter(c => c.outs.move), now = data.update;
-  let norm = 0;
-  for (const c of updates) for (const x of (c.grads ?? c.grad).data) norm += x * x;
-  now.norm = Math.sqrt(norm);
-  now.grad_scale = now.grad_clip && now.norm > now.grad_clip ? now.grad_clip / now.norm : 1;
-  for (const c of updates) {
-    c.learning_rate *= rate / now.rate;
-    c.grad_scale = now.grad_scale;
-  }
-  now.rate = rate;
-  forget(["move", "state"]);
-  for (const c of updates) for (const t of Object.values(c.outs)) t.data;
-  for (const c of updates) {
-    const weight = (c.params ?? c.param).data;
-    c.outs.move.data.forEach((move, i) => { weight[i] += move; });
-    for (const name of ["m", "v"]) if (c.outs[name]) c.ins[name].numbers = c.outs[name].data;
-    (c.params ?? c.param).found = null;
-    if (c.step) c.step += 1;
-  }
-  now.step += 1;
-  forget();
-}

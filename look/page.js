@@ -20,7 +20,8 @@ const largest = (all, count, number) =>  // its numbers are the largest, positiv
   all.toSorted((a, b) => Math.abs(number(b)) - Math.abs(number(a))).slice(0, count);
 const linked = ({ tensor, index, value }) => tensor ? link(tensor, index, say(value)) : say(value);
 const clamp = (x, most) => Math.max(0, Math.min(most, Math.floor(x) || 0));
-const percent = p => `${p < .01 ? (100 * p).toFixed(1) : Math.round(100 * p)}%`;
+const percent = p => p < .001 ? "less than 0.1%"
+  : `${p < .01 ? (100 * p).toFixed(1) : Math.round(100 * p)}%`;
 
 // ---- pictures: { rows, columns, number(row, column) } -------------------------------------------
 
@@ -329,7 +330,8 @@ function howMade(tensor, index) {  // with the lines of the source that compute 
   noting(made, () => formula.of(c, ...whole));
   const [steps, tables] = stepsOf(c, made, label), { why } = formula;
   const shown = PICTURES[c.f]?.(tensor, index) ?? [];
-  const reason = why ? make("div", { className: "why" }, words("p", why), shown) : [];
+  const reason = why ? make("div", { className: "why" },
+    words("p", why.call ? why(c, ...whole) : why), shown) : [];
   return [steps, reason, sourceOf(c, whole, formula.mark),
     make("div", { className: "both" }, make("div", {}, tables), bigPicture())];
 }
@@ -357,8 +359,9 @@ const PICTURES = {  // what a picture says better
     const bars = (all, most) => draw({ rows: 24, columns: all.length,
       number: (r, n) => all[n] / most > 1 - (r + 1) / 24 ? 1 : 0 }, 1);
     return [make("div", { className: "side" }, bars(old, most), bars(now, Math.max(...now)),
-      words("p", `The lengths of its ${old.length} directions, before: ${say(most)} to ${
-        say(old.at(-1))}; after: ${say(now[0])} to ${say(now.at(-1))}.`))];
+      words("p", `By how much it stretches its ${old.length} directions, before: ${say(most)} to ${
+        say(old.at(-1))}; after: ${say(now[0])} to ${say(now.at(-1))}: a few steps get most of `
+        + "them near 1, and leave the least ones small."))];
   },
 };
 
@@ -366,7 +369,7 @@ const MEANING = {
   forward: t => plain(t).split(": ").slice(1).join(": "),
   backward: t => t.of === undefined ? "on its way back: a call out of order has still to be undone"
     : `how much the loss changes for each +1 of ${t.title.slice(1)}`,
-  update: t => t.kind === "move" ? `how far ${data.update.optimizer} moves ${t.name}`
+  update: t => t.kind === "move" ? `how far ${t.call.f} moves ${t.name}`
     : `the optimizer's: a running mean of the gradient${t.arg === "v" ? "'s square" : ""}`,
 };
 const nameOf = t => t.kind === "params" || t.kind === "acts" ? plain(t).split(": ")[0] : "";
@@ -378,8 +381,8 @@ function drawTensor() {
   $("said").textContent = `${own}: ${say(tensor.num(...index))}`;
   return make("article", {}, title, make("p", { className: "meaning" },
     meaning ? `${meaning}. ` : "", make("span", { className: "own" }, own)),
-  tensor.by === null ? [make("p", {}, tensor.isWeight && tensor.kind === "params"
-    ? "Training made this weight: " : "It is given: ",
+  tensor.by === null ? [make("p", {}, tensor.kind === "params" ? "Training made this weight: "
+    : tensor.kind === "state" ? "The steps before this one made it: " : "It is given: ",
   make("output", { textContent: say(tensor.num(...index)) })), slider(), bigPicture()]
     : howMade(tensor, index), forwardAndBack());
 }

@@ -1,4 +1,4 @@
-// The views, a tour through them, and what makes the page alive.
+// The views, and a tour through them.
 
 // ---- pages --------------------------------------------------------------------------------------
 
@@ -27,11 +27,17 @@ function most() {  // the most surprising token, and the head that looks most st
   }
   return { t, head };
 }
-function mostMoved() {
+function mostMoved() {  // of each tensor one; first those that the optimizer itself moves
+  const isOwn = ({ tensor }) => tensor.call.f === `${data.update.optimizer.toLowerCase()}_update`;
   return Object.values(moves).map(tensor => {
     const { low, high } = tensor.limits, move = -low > high ? low : high;
     return { tensor, move, index: tensor.indexOf(tensor.data.indexOf(move)) };
-  }).sort((a, b) => Math.abs(b.move) - Math.abs(a.move));
+  }).sort((a, b) => isOwn(b) - isOwn(a) || Math.abs(b.move) - Math.abs(a.move));
+}
+function memoryOf({ call: c }, [i, j]) {  // what of the new mean gradient is old, and what is new
+  const keep = c.beta1 ?? c.momentum, old = keep * c.m.num(i, j);
+  const own = (1 - keep) * c.grad_scale * ofWeight(c, c.grads ?? c.grad, i, j);
+  return `Of the mean gradient, ${say(old)} is of the steps before, ${say(own)} of this one.`;
 }
 
 function drawStart() {
@@ -40,7 +46,7 @@ function drawStart() {
   const before = inputs.slice(Math.max(0, t - 18), t + 1).map(word).join("");
   const cards = [make("div", { className: "card" }, words("h3", "The most surprising token"),
     make("p", {}, "After ", words("q", before), " came “", words("mark", word(targets[t])),
-      `”. The model gave it ${percent(Math.exp(-loss))}, and rather expected ${guesses}.`),
+      `”. The model gave it ${percent(Math.exp(-loss))}; its best guesses: ${guesses}.`),
     make("p", {}, link(losses, [t], `Why is its loss ${say(loss)}?`), " · ",
       make("a", { href: `#guesses//${t}`, textContent: "What did each layer guess?" })))];
   if (head.tensor) cards.push(make("div", { className: "card" },
@@ -56,33 +62,38 @@ function drawStart() {
     const chain = tensor.whole ? chainOf(gradients[tensor.key], tensor.inWhole(index))
       : chainOf(tensor, index);
     moved.lastChild.replaceWith(make("p", {}, `${tensor.label(index)}${ofLayer(tensor.layer)} `
-      + `moves by ${say(move)}. `, link(tensor, index, "Why that far?")),
-    ...(chain.length ? [make("p", {}, "From there back to the loss, along the largest terms: ",
-      chain.slice(tensor.whole ? 0 : 1).flatMap((x, i) => [i ? " ← " : "", link(x.tensor, x.index,
-        x.tensor.label(x.index))]))] : []));
+      + `moves by ${say(move)}. ${memoryOf(tensor, index)} `, link(tensor, index, "Why that far?")),
+    ...(chain.length ? [make("p", {}, "From its gradient back to the loss, along the largest "
+      + "terms: ", chain.slice(tensor.whole ? 0 : 1).flatMap((x, i) => [i ? " ← " : "",
+      link(x.tensor, x.index)]))] : []));
     const tiles = new Set(chain.map(x => `${x.tensor.key}`));
     for (const a of document.querySelectorAll("#map a[data-number]"))
       a.classList.toggle("chain", tiles.has(tensors[a.dataset.number].key));
   };
   setTimeout(later, 50);
   return [words("h2", "From a text to a loss, and from the loss to every weight"),
-    words("p", "On the left, the model: the residual stream goes up, attention and MLPs branch off "
-      + "and add to it. Each picture is a tensor of this step: blue is positive, orange negative. "
-      + "Click one, then one of its numbers, to see what made it, and the line of the trainer "
-      + "that did."),
-    make("div", { className: "cards" }, cards, moved),
+    words("p", "A language model reads a text, token by token (a letter, or a piece of a word), "
+      + "and at each guesses the next one. The loss says how wrong its guesses are. One training "
+      + "step computes it, then how it changes with each weight, and moves all weights a little."),
     make("p", {}, make("a", { className: "button", href: "#tour//0",
       textContent: "A tour in ten stations" }), " ",
-    make("a", { className: "button", href: "#training", textContent: "Training, as a film" }))];
+    make("a", { className: "button", href: "#training", textContent: "Training, as a film" })),
+    words("p", "In the drawing of the model, the residual stream goes up: a row of numbers for "
+      + "each token, to which attention and MLPs, the branches, add. Each picture is a tensor, "
+      + "the numbers of one place: blue is positive, orange negative. Click one, then one of its "
+      + "numbers, to see what made it, and the line of the trainer that did."),
+    make("div", { className: "cards" }, cards, moved)];
 }
 
 const BACKWARD = [
   "d in front of a name means: how much the loss changes for each +1 of it. dln1[5, 3] = −0.02 "
-  + "says: if ln1[5, 3] were larger by 0.01, the loss would be lower by 0.0002.",
+  + "says: if ln1[5, 3] were larger by 0.01, the loss would be lower by 0.0002. So the update goes "
+  + "against d: a weight whose d is negative is raised.",
   "No number reaches the loss directly: it changes the next ones, and these the loss. The chain "
   + "rule adds up all ways: dx is the sum, over everything that x went into, of how much that "
-  + "changes with x, times its own d. So the backward pass goes through the calls from the last "
-  + "to the first, and each needs only the d of its result.",
+  + "changes with x, times its own d. If y = 3x and dy = 2, then dx = 3 × 2 = 6. So the backward "
+  + "pass goes through the calls from the last to the first: each needs the d of its result, and "
+  + "numbers that the forward pass kept.",
   "Where two ways part, their gradients are added: that is why the stream hands its gradient down "
   + "whole, and each branch adds its own."];
 function drawPass() {
@@ -106,7 +117,8 @@ function drawUpdate() {
   const { optimizer, step, rate, peak, norm, grad_scale: scale, grad_clip: clip } = data.update;
   return [words("h2", `Update: how far ${optimizer} moves each weight`),
     words("p", `If the model were trained on this prompt next: step ${step}. The settings are `
-      + `${data.update.whose}: a learning rate of ${say(rate)} there, ${say(peak)} at its peak.`
+      + `${data.update.whose}: a learning rate of ${say(rate)} there, ${say(peak)} at its peak`
+      + `${data.alive ? "; “train one step” takes the rate beside it" : ""}.`
       + (norm === null ? "" : ` The gradient's norm is ${say(norm)}`
         + (scale < 1 ? `, above ${clip}: all gradients are multiplied by ${say(scale)}.` : "."))
       + (rate > peak / 20 ? "" : ` The schedule has nearly ended: at its peak, moves were ${
@@ -115,7 +127,8 @@ function drawUpdate() {
         + "moves.")),
     words("h3", "The weights that move most, one of each tensor"),
     table(mostMoved().slice(0, 12).map(({ tensor, index, move }) =>
-      [link(tensor, index), say(move)]))];
+      [link(tensor, index), say(move), tensor.call.f, say(tensor.call.learning_rate)]),
+    ["weight", "moves by", "function", "its rate"])];
 }
 
 function drawAttention() {
@@ -204,8 +217,8 @@ function drawGuesses() {
         show();
       } })), " Logits are divided by it before the softmax, when text is drawn: ",
     best(warm, 0, 4).map(([id, p]) => `“${word(id)}” ${percent(p)}`).join(", ")),
-    words("p", "How much that loss depends on each token: the gradient with respect to where the "
-      + "stream begins, times that. Positive: more of it would raise the loss."),
+    words("p", "How much that loss depends on each token: d of the row with which the token "
+      + "begins, times the row. Positive: more of it would raise the loss."),
     make("div", { id: "depends" }, table(largest(depends.map((x, i) => [i, x]), 10, ([, x]) => x)
       .map(([i, x]) => [position(i), say(x)]))))];
 }
@@ -243,31 +256,42 @@ function drawTraining() {
 // ---- a tour -------------------------------------------------------------------------------------
 
 const atMost = tensor => [tensor, [most().t, 0]];
+function ofHead() {  // the most striking head: its attention, and the matmul that makes its queries
+  const { t, head } = most(), { tensor, index } = head.tensor ? head
+    : { tensor: newest[attKeys[0]], index: [0, T - 1, 0] };
+  const looks = forward.find(c => c.outs.att === tensor), name = looks.inp.name;
+  const makes = forward.find(c => c.f === "matmul_forward" && c.outs.out.name === name
+    && c.outs.out.layer === tensor.layer);
+  return { tensor, index, looks, makes, first: [t, index[0] * attention.HS] };
+}
 const TOUR = [
   ["A token becomes numbers", "Each token is looked up in a table of weights: a row of numbers. "
     + "This is all the model knows of it at first.", () => atMost(forward[0].outs.out)],
   ["Each layer reads a normalized stream", "The rows go up, as the residual stream. A layer first "
     + "brings each to one size, so that it need not care how much was added before.",
-  () => atMost(forward.find(c => c.outs.rstd).outs.out)],
+  () => atMost(ofHead().makes.inp)],
   ["Query, key and value", "From each row, three are made, by weights: what the position asks for, "
     + "what it offers, and what it hands over.",
-  () => atMost(forward.find(c => c.f === "matmul_forward").outs.out)],
-  ["A head decides where to look", "The query of a position is multiplied with the keys of all up "
-    + "to it: the better they fit, the more it looks there.", () => {
-    const { head } = most();
-    return head.tensor ? [head.tensor, head.index] : [newest[attKeys[0]], [0, T - 1, 0]];
-  }],
+  () => [ofHead().makes.outs.out, ofHead().first]],
+  ["A head decides where to look", "The query of a position is multiplied with the keys of the "
+    + "positions before it and its own: the better they fit, the more it looks there.",
+  () => [ofHead().tensor, ofHead().index]],
   ["It gathers what it looks at", "The values of those positions are averaged, by how much the "
-    + "head looks at each.", () => atMost(attention.outs.out)],
+    + "head looks at each.", () => [ofHead().looks.outs.out, ofHead().first]],
   ["The stream is added to", "What attention found is added: nothing is lost, and later layers can "
-    + "read it.", () => atMost(sums[0].outs.out)],
+    + "read it.", () => {
+    const { tensor: { layer } } = ofHead();
+    return atMost(sums.find(c => c.outs.out.layer === layer).outs.out);
+  }],
   ["The MLP looks for patterns", "Each hidden number answers to one pattern of the stream. The MLP "
     + "then adds what follows from the patterns it found.", () => atMost(sums[1].inp2)],
-  ["Probabilities, and a loss", "The last row of the stream is compared with every token's row of "
-    + "the classifier. The loss is how surprised the model is by the token that came.",
+  ["Probabilities, and a loss", "At each position, the row at the top of the stream is compared "
+    + "with every token's row of the classifier. The loss is how surprised the model is by the "
+    + "token that came.",
   () => [losses, [most().t]]],
-  ["The way back", "Which way should each logit go? Every one down by its probability, the right "
-    + "one up. From here, the chain rule goes back to all weights.",
+  ["The way back", "How would the loss change with each logit? It rises with every one, by its "
+    + "probability, and falls with the right one: its d is negative, so it should go up. From "
+    + "here, the chain rule goes back to all weights.",
   () => [gradients[probs.call.logits.key], [most().t, targets[most().t]]]],
   ["The weight that moves most", "Its gradient, and those of the steps before, say where it goes "
     + "and how far. All weights move so, and the next step begins.",
@@ -280,70 +304,6 @@ function drawTour() {
   return [make("div", { className: "card station" }, words("h3", `${station + 1} of 10: ${title}`),
     words("p", text), make("p", {}, to(station - 1, "back"), " ", to(station + 1, "next"))),
   drawTensor()];
-}
-
-// ---- alive: another prompt, another weight, steps of training -----------------------------------
-
-const curve = [];  // losses of the steps made in the page
-function changed() {  // all is computed anew when it is read
-  drawMap(state.mode);
-  show();
-  drawAlive();
-}
-function idsOf(text) {  // or the first character that is not in the vocabulary
-  const ids = Array.from(text, c => data.vocabulary.indexOf(c));
-  return ids.includes(-1) ? Array.from(text)[ids.indexOf(-1)] : ids;
-}
-function drawAlive() {
-  if (!data.alive) return $("alive").replaceChildren(words("span", "This model is only to be "
-    + "looked at: a smaller one, like d2, can also be changed and trained here."));
-  const field = make("input", { id: "typed", placeholder: "type another prompt",
-    ariaLabel: "another prompt", maxLength: data.most + 1, onchange: ({ target }) => {
-      const ids = idsOf(target.value);
-      target.setCustomValidity(typeof ids === "string" ? `“${ids}” is not in the vocabulary`
-        : ids.length < 3 ? "at least 3 tokens" : "");
-      if (!target.reportValidity()) return;
-      usePrompt(ids);
-      changed();
-    } });
-  const rate = make("input", { id: "rate", type: "number", step: "any", min: 0, ariaLabel: "rate",
-    value: $("rate")?.value ?? Number(data.update.peak.toPrecision(3)) });
-  const steps = count => {
-    for (let n = 0; n < count; n++) {
-      if (!curve.length) curve.push(lossOf());
-      train(+rate.value);
-      curve.push(lossOf());
-    }
-    changed();
-  };
-  $("alive").onsubmit = event => event.preventDefault();
-  $("alive").replaceChildren(...(data.typed ? [field] : []),
-    button("train one step", () => steps(1), "train"), button("ten", () => steps(10), "ten"),
-    make("label", {}, "rate ", rate),
-    words("output", curve.length ? `loss ${curve.slice(-6).map(say).join(" → ")}` : ""));
-}
-let moved = null;  // a weight that was dragged: where it was, and the loss and gradient then
-function slider() {
-  const { tensor, index } = state, i = tensor.flat(...index), { full } = tensor.limits;
-  if (!data.alive || tensor.kind !== "params") return [];
-  if (moved?.tensor !== tensor || moved.i !== i)
-    moved = { tensor, i, from: tensor.data[i], loss: lossOf(),
-      slope: gradients[tensor.key].num(...index) };
-  const text = () => {
-    const by = tensor.data[i] - moved.from;
-    return by ? `moved by ${say(by)}: the loss from ${say(moved.loss)} by ${
-      say(lossOf() - moved.loss)}; its gradient foretold ${say(by * moved.slope)}`
-      : `drag it: its gradient is ${say(moved.slope)}`;
-  };
-  const told = make("output", { id: "told", textContent: text() });
-  return make("p", {}, make("label", {}, "change it ", make("input", { type: "range", id: "weight",
-    min: moved.from - 5 * full, max: moved.from + 5 * full, step: full / 50, value: tensor.data[i],
-    oninput: ({ target }) => {
-      tensor.data[i] = +target.value;
-      tensor.found = null;
-      forget();
-      told.textContent = text();
-    }, onchange: changed })), " ", told);
 }
 
 // ---- the page -----------------------------------------------------------------------------------
@@ -393,7 +353,8 @@ function show() {
   const focus = id && $(id) || wasIn && $("detail").querySelector("h2");
   if (focus) Object.assign(focus, focus.matches("h2") ? { tabIndex: -1 } : {})
     .focus({ preventScroll: true });
-  if (innerWidth <= 800 && isNew && state.key) ($("head") ?? $("detail")).scrollIntoView();
+  const isChosen = location.hash.includes("/");
+  if (innerWidth <= 800 && isNew && state.key && isChosen) ($("head") ?? $("detail")).scrollIntoView();
 }
 
 const ARROWS = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
