@@ -98,8 +98,10 @@ def strided(count, T, stride):
     return windows
 
 
-def score(model, tokens, windows, B, T, what):
-    """Yield (ids, losses) of each window's scored tokens; the model takes B windows at a time."""
+def score(model, data, windows, B, T, what):
+    """Yield (ids, losses, weights or None) of each window's scored tokens; the model takes B
+    windows at a time."""
+    tokens = data.tokens
     with progress_bar(len(windows), what, "window") as advance:
         for i in range(0, len(windows), B):
             batch = windows[i : i + B]
@@ -110,21 +112,28 @@ def score(model, tokens, windows, B, T, what):
             losses = model.losses(inputs, targets)
             for b, (begin, first, stop) in enumerate(batch):
                 scored = slice(first - begin - 1, stop - begin - 1)
-                yield targets[b, scored], losses[b, scored]
+                weights = None if data.weights is None else data.weights[first:stop]
+                yield targets[b, scored], losses[b, scored], weights
             advance(len(batch))
 
 
 class Sum:
     """Sums over scored tokens: losses and number of all, and losses and bytes of those that are not
-    end of text."""
+    end of text. With weights, of the losses that they weigh, and of those tokens."""
 
     def __init__(self, tokenizer=None):
         self.tokenizer = tokenizer
-        self.loss = self.text_loss = 0.0
+        self.loss = self.text_loss = self.total = 0.0
         self.tokens = self.bytes = 0
 
-    def add(self, ids, losses):
+    def add(self, ids, losses, weights):
+        if weights is not None:
+            self.loss += np.sum(losses * weights, dtype=np.float64)
+            self.total += weights.sum(dtype=np.float64)
+            self.tokens += int(np.count_nonzero(weights))
+            return
         self.loss += losses.sum(dtype=np.float64)
+        self.total += len(ids)
         self.tokens += len(ids)
         if self.tokenizer:
             is_text = ids != self.tokenizer.eot
@@ -133,22 +142,26 @@ class Sum:
 
     @property
     def mean(self):
-        return float(self.loss / self.tokens)
+        return float(self.loss / self.total)
 
 
 def evaluate_data(model, files, tokenizer, B, T, stride):
     """Return the results on Data as a dict; raises UserError if a loss is not finite."""
     validation = Sum()
     perplexity = Sum(tokenizer)
-    for _, tokens, _ in files:
-        for scored in score(model, tokens, rows(len(tokens), T), B, T, "validation loss"):
+    for data in files:
+        count = len(data.tokens)
+        for scored in score(model, data, rows(count, T), B, T, "validation loss"):
             validation.add(*scored)
-        for scored in score(model, tokens, strided(len(tokens), T, stride), B, T, "perplexity"):
+        for scored in score(model, data, strided(count, T, stride), B, T, "perplexity"):
             perplexity.add(*scored)
+    if not validation.total or not perplexity.total:
+        raise UserError(f"{files[0].path}: none of its tokens has a weight: pass other --data")
     for found in (validation.mean, perplexity.mean):
         if not math.isfinite(found):
             raise UserError(f"the model's loss is {found}: it has diverged")
-    text_bytes = bytes_of_text(files, perplexity) if tokenizer else 0
+    is_weighed = any(data.weights is not None for data in files)
+    text_bytes = bytes_of_text(files, perplexity) if tokenizer and not is_weighed else 0
     return {
         "validation_loss": validation.mean,
         "perplexity": math.exp(perplexity.mean),
@@ -156,18 +169,19 @@ def evaluate_data(model, files, tokenizer, B, T, stride):
         else None,
         "tokens": perplexity.tokens,
         "bytes": text_bytes or None,
+        "weighed": is_weighed,
     }
 
 
 def bytes_of_text(files, scored):
     """How many bytes of text the scored tokens stand for, as their files say or, if a text is the
     bytes of its tokens, as the vocabulary does; 0, with a note, if neither knows."""
-    if (scored.tokens == sum(len(tokens) - 1 for _, tokens, _ in files)
-            and all(count for *_, count in files)):
-        return sum(count for *_, count in files)
+    if (scored.tokens == sum(len(data.tokens) - 1 for data in files)
+            and all(data.text_bytes for data in files)):
+        return sum(data.text_bytes for data in files)
     if scored.tokenizer.is_exact:
         return scored.bytes
-    unknown = next((path for path, _, count in files if not count), None)
+    unknown = next((data.path for data in files if not data.text_bytes), None)
     why = (f"{unknown}: does not say of how many bytes" if unknown
            else "not all tokens of the data are scored")
     print("note: no bits per byte: the bytes of this vocabulary's tokens are not those of the"
@@ -183,6 +197,7 @@ class Data(NamedTuple):
     tokens: np.ndarray  # (n,) integers
     # that all but the first stand for; 0 if the file does not say, or for a part of it
     text_bytes: int
+    weights: np.ndarray | None  # (n,) uint8, of the tokens as targets
 
 
 def open_files(pattern, V, most, tokenizer=None):
@@ -202,8 +217,10 @@ def open_files(pattern, V, most, tokenizer=None):
             tokens = open_tokens(path, V, 2, " to predict one from the other")
             taken = tokens[: int(min(left, len(tokens)))]
             left -= len(taken)
-            text_bytes = TokenFile(path, V).text_bytes if len(taken) == len(tokens) else 0
-            files.append(Data(path, taken, text_bytes))
+            file = TokenFile(path, V)
+            text_bytes = file.text_bytes if len(taken) == len(tokens) else 0
+            weights = np.memmap(file.weights, np.uint8, "r")[: len(taken)] if file.weights else None
+            files.append(Data(path, taken, text_bytes, weights))
     return files
 
 
@@ -330,7 +347,8 @@ def print_results(results):
     table = [[("model", results["model"]), ("device", results["device"]),
               ("context", results["context"])]]
     if "data" in results:
-        table[0] += [("data", results["data"]), ("tokens scored", results["tokens"])]
+        what = "targets scored" if results["weighed"] else "tokens scored"
+        table[0] += [("data", results["data"]), (what, results["tokens"])]
         measures = [("validation loss", "validation_loss", ".6f", "validation_stride"),
                     ("perplexity", "perplexity", ".4f", "stride"),
                     ("bits per byte", "bits_per_byte", ".4f", "stride")]

@@ -34,6 +34,7 @@ import warnings
 import numpy as np
 
 from llmc.checkpoint import padded
+from llmc.dataloader import total_weight
 from llmc.errors import run_main
 from llmc.files import MODEL_MAGIC, STATE_MAGIC, locked, make_header
 from llmc.loop import Loop, Saver, Update, check_update
@@ -697,29 +698,41 @@ class GPT2:
         """The classifier's weight (V, C) in params or grads: tied to the embedding."""
         return tensors.wte[: self.config.V]
 
-    def forward(self, inputs, targets):
-        """inputs, targets (B, T) integer ids -> the mean loss, a float; activations stay in
-        self.acts."""
+    def forward(self, inputs, targets, weights=None, total=None):
+        """inputs, targets (B, T) integer ids, weights (B, T) float32 -> the loss, a float: see
+        loss_of; activations stay in self.acts."""
         B, T = inputs.shape
         C, V = self.config.C, self.config.V
         acts = self.trunk(inputs)
         matmul_forward(acts.logits, acts.lnf, self.head(self.params), None, B, T, C, V)
         softmax_forward(acts.probs, acts.logits, B, T, V)
         crossentropy_forward(acts.losses, acts.logits, acts.probs, targets, B, T, V)
-        self.targets = targets
-        return float(np.mean(acts.losses, dtype=np.float64))
+        return self.loss_of(targets, weights, total)
+
+    def loss_of(self, targets, weights, total):
+        """The mean of acts.losses or, with weights, the sum of weights * losses over `total`: by
+        default the sum of the weights, else that of an update's micro-batches."""
+        self.targets, self.weights = targets, weights
+        if weights is None:
+            return float(np.mean(self.acts.losses, dtype=np.float64))
+        self.total = np.sum(weights, dtype=np.float64) if total is None else total
+        return float(np.sum(weights * self.acts.losses, dtype=np.float64) / self.total)
+
+    def loss_gradients(self, dlosses, micro_steps):
+        """dlosses (B,T) = the gradient of the loss with respect to each target's."""
+        if self.weights is None:
+            dlosses.fill(1.0 / (dlosses.size * micro_steps))
+        else:
+            np.divide(self.weights, np.float32(self.total), out=dlosses)
 
     def losses(self, inputs, targets):
-        """inputs, targets (B, T) integer ids -> the losses of the targets (B, T), which the next
-        pass overwrites."""
+        """inputs, targets (B, T) integer ids -> their losses (B, T), until the next pass."""
         self.forward(inputs, targets)
         return self.acts.losses
 
     def backward(self, micro_step=0, micro_steps=1):
-        """Gradients of the last forward pass's loss / micro_steps: self.grads = in the first micro
-        step, += later."""
-        grads = self.grads if micro_step == 0 else self.micro_grads
-        self.backward_into(grads, micro_steps)
+        """Gradients of the last loss, if it is a mean / micro_steps: self.grads =, later +=."""
+        self.backward_into(self.micro_grads if micro_step else self.grads, micro_steps)
         if micro_step > 0:
             total = flat(self.grads)
             micro = flat(self.micro_grads)
@@ -735,7 +748,7 @@ class GPT2:
         scratch = views(self.scratch_table(self.config, B, T), self.scratch.buffer)
         dresidual, dbranch = scratch.dresidual, scratch.dbranch
 
-        scratch.dlosses.fill(1.0 / (B * T * micro_steps))
+        self.loss_gradients(scratch.dlosses, micro_steps)
         dlogits = acts.logits
         crossentropy_softmax_backward(dlogits, scratch.dlosses, acts.probs, self.targets, B, T, V)
         matmul_backward(dbranch, self.head(grads), None, dlogits, acts.lnf, self.head(params), B, T,
@@ -914,9 +927,13 @@ def train_step(model, loader, settings, step):
     """Run update `step`, from 0 -> Update. Raises UserError, before weights change, if loss or norm
     is not finite."""
     start = time.perf_counter()
+    batches = [loader.next_batch() for _ in range(settings.micro_steps)]
+    total = total_weight(batches)
+    if total == 0.0:
+        return Update(0.0, 0.0, time.perf_counter() - start, "none of its targets has a weight")
     loss = 0.0
-    for micro_step in range(settings.micro_steps):
-        loss += model.forward(*loader.next_batch()) / settings.micro_steps
+    for micro_step, batch in enumerate(batches):
+        loss += model.forward(*batch, total=total) / (1 if total else settings.micro_steps)
         check_update(step, loss)
         model.backward(micro_step, settings.micro_steps)
     norm, grad_scale = model.norm_and_scale(settings)

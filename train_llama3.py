@@ -490,7 +490,7 @@ class Llama3(GPT2):
         s = views(self.scratch_table(config, B, T), self.scratch.buffer)
         cos, sin = rope_table(config, T, 0)  # the forward pass's, cached
 
-        s.dlosses.fill(1.0 / (N * micro_steps))
+        self.loss_gradients(s.dlosses, micro_steps)
         dlogits = acts.logits
         crossentropy_softmax_backward(dlogits, s.dlosses, acts.probs, self.targets, B, T, V)
         if not config.tied:

@@ -409,18 +409,18 @@ class Speedrun(GPT2):
     def head(self, tensors):
         return tensors.lm_head[: self.config.V]
 
-    def forward(self, inputs, targets):
-        """inputs, targets (B, T) integer ids -> the mean loss, a float; activations stay in
-        self.acts."""
+    def forward(self, inputs, targets, weights=None, total=None):
+        """inputs, targets (B, T) integer ids, weights (B, T) float32 -> the loss, a float: see
+        loss_of; activations stay in self.acts."""
         B, T = inputs.shape
         C, V = self.config.C, self.config.V
-        self.targets, acts = targets, self.trunk(inputs)
+        acts = self.trunk(inputs)
         matmul_forward(acts.logits, acts.lnf, self.head(self.params), self.params.lm_headb[:V], B,
                        T, C, V)
         cap_forward(acts.logits, B * T * V)
         softmax_forward(acts.probs, acts.logits, B, T, V)
         crossentropy_forward(acts.losses, acts.logits, acts.probs, targets, B, T, V)
-        return float(np.mean(acts.losses, dtype=np.float64))
+        return self.loss_of(targets, weights, total)
 
     def backward_into(self, grads, micro_steps):
         """Write all of `grads` but the vocabulary's rows from token V on, which stay 0."""
@@ -434,7 +434,7 @@ class Speedrun(GPT2):
         s = views(self.scratch_table(config, B, T), self.scratch.buffer)
         rope = rope_table(config, T, 0)
         dlogits = acts.probs  # in place; cap_backward reads the logits
-        s.dlosses.fill(1.0 / (N * micro_steps))
+        self.loss_gradients(s.dlosses, micro_steps)
         crossentropy_softmax_backward(dlogits, s.dlosses, acts.probs, self.targets, B, T, V)
         cap_backward(dlogits, acts.logits, N * V)
         head = self.head(params)

@@ -168,11 +168,15 @@ class Model:
         self.make_room(*self.check(inputs, targets))
         return self.model.losses(np.asarray(inputs), np.asarray(targets))
 
-    def forward(self, inputs, targets):
-        """The mean loss, a float."""
+    def forward(self, inputs, targets, weights=None, total=None):
+        """The mean loss, a float. With weights (B, T), real numbers, also negative ones, it is the
+        sum of weights * losses over `total`, by default the sum of the weights."""
         self.make_room(*self.check(inputs, targets))
         self.batch = np.asarray(inputs), np.asarray(targets)
-        return self.model.forward(*self.batch)
+        if weights is None and total is None:
+            return self.model.forward(*self.batch)
+        weights = self.check_weights(np.shape(inputs), weights, total)
+        return self.model.forward(*self.batch, weights, total)
 
     def backward(self):
         """Compute the gradients of the last forward pass's loss."""
@@ -204,6 +208,17 @@ class Model:
                 raise UserError(f"ids from {ids.min()} to {ids.max()}: expected 0 to"
                                 f" {self.config.V - 1}")
         return shape
+
+    def check_weights(self, shape, weights, total):
+        """The weights (B, T) float32; raises UserError for impossible ones."""
+        found = np.asarray(weights, np.float32)
+        if found.shape != shape or not np.isfinite(found).all():
+            raise UserError(f"weights of shape {found.shape}: expected finite numbers {shape}")
+        if total is None and np.sum(found, dtype=np.float64) == 0:
+            raise UserError("weights: their sum is 0, by which the loss is divided: pass total=")
+        if total is not None and not (math.isfinite(total) and total > 0):
+            raise UserError(f"total {total}: expected a positive number")
+        return found
 
     def save(self, path):
         """Write a .bin file, and the vocabulary beside it as tokenizer.bin."""
@@ -274,6 +289,9 @@ class GpuModel(Model):
 
     def draw(self, *arguments):
         return self.model.decoder.draw(*arguments)
+
+    def check_weights(self, *_):
+        raise UserError("weights: on a CPU alone so far: load the model without gpu=True")
 
     def make_room(self, B, T):
         if B > self.settings.B or T > self.T:

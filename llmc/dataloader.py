@@ -1,11 +1,13 @@
 """Token files, and the loader of batches. A token file is raw int32 (llm.c of April 2024) or, as
 its magic tells, a header with [2] the count (64 bits; llm.c reads the lower half) and [4] the bytes
 of text (64 bits, ours), then uint16 (llm.c of today) or uint32 (its Llama), or, as its ids tell,
-raw uint16 (nanoGPT)."""
+raw uint16 (nanoGPT). NAME_weights.bin beside NAME.bin has a byte for each token: how much its loss
+counts as a target."""
 
 import filecmp
 import glob
 import itertools
+import math
 import os
 import re
 import sys
@@ -49,10 +51,15 @@ def write_tokens(path, arrays, count, format="int32", text_bytes=0):
             f.write(np.asarray(array).astype(dtype))
 
 
+def weights_beside(path):
+    """The name of the file of weights of a token file."""
+    return f"{path.removesuffix('.bin')}_weights.bin"
+
+
 class TokenFile:
-    """A file's tokens: dtype, offset in bytes, size, their number, and text_bytes, see
-    write_tokens. Raises UserError for an impossible size or fewer than `least` tokens (`why` ends
-    the message). Ids are checked when they are read."""
+    """A file's tokens: dtype, offset in bytes, size, their number, text_bytes, see write_tokens,
+    and weights, the path of their file, or None. Raises UserError for an impossible size or fewer
+    than `least` tokens (`why` ends the message). Ids are checked when they are read."""
 
     def __init__(self, path, V, least=1, why=""):
         self.path = path
@@ -88,6 +95,12 @@ class TokenFile:
                           " them", file=sys.stderr)
         if self.size < least:
             raise UserError(f"{path}: {self.size} tokens, expected at least {least}{why}")
+        self.weights = weights_beside(str(path))
+        if not os.path.lexists(self.weights):
+            self.weights = None
+        else:
+            with open_input(self.weights, hint) as f:
+                check_size(f, self.size, f"a byte for each token of {path}", hint)
 
     def read(self, f, start, count):
         """Read tokens start .. start + count - 1 from the open file; raises UserError for an id
@@ -97,6 +110,13 @@ class TokenFile:
         read_into(f, tokens)
         check_ids(self.path, tokens, self.V)
         return tokens
+
+    def read_weights(self, f, start, count):
+        """As `read`, of the open file of weights: bytes."""
+        weights = np.empty(count, np.uint8)
+        f.seek(start)
+        read_into(f, weights)
+        return weights
 
     def check(self, count):
         with open_input(self.path, self.hint) as f:
@@ -141,7 +161,11 @@ def is_pattern(name):
 
 
 def find_files(pattern):
-    return sorted(glob.glob(pattern)) if is_pattern(pattern) else [pattern]
+    """The token files of a pattern, without those of weights."""
+    if not is_pattern(pattern):
+        return [pattern]
+    found = sorted(glob.glob(pattern))
+    return [path for path in found if not path.endswith("_weights.bin")] or found
 
 
 def names_shards(data):
@@ -224,6 +248,10 @@ class DataLoader:
         self.ranks = ranks
         self.single = single
         self.shards = [TokenFile(path, V, least or B * T + 1, why) for path in paths]
+        self.has_weights = any(shard.weights for shard in self.shards)
+        if self.has_weights and not all(shard.weights for shard in self.shards):
+            raise UserError(f"{next(s.path for s in self.shards if not s.weights)}: no file of"
+                            " weights beside it, expected one for each shard or for none")
         # samples with all their targets
         self.counts = [(shard.size - 1) // (B * T) for shard in self.shards]
         self.num_batches = max(1, sum(shard.size // (B * T) for shard in self.shards))
@@ -251,8 +279,8 @@ class DataLoader:
         self.ahead = []  # ahead: (batch, position after it), read but not used yet
 
     def next_batch(self):
-        """Return inputs and targets (B, T), int32. A file's end with fewer than B*T targets is
-        skipped, as in llm.c."""
+        """Return inputs and targets (B, T), int32, and, if there are, the targets' weights (B, T),
+        float32. A file's end with fewer than B*T targets is skipped, as in llm.c."""
         self.read_ahead(1)
         batch, self.position = self.ahead.pop(0)
         return batch
@@ -285,10 +313,21 @@ class DataLoader:
                 yield self.read(number, rows)
 
     def read(self, number, rows):
-        """Return inputs and targets (rows, T), int32, of rows of shard `number`; row i is T+1
-        tokens from i*T on."""
+        """Return a batch, as next_batch, of rows of shard `number`; row i is T+1 tokens from i*T
+        on."""
         shard = self.shards[number]
         T = self.T
         with open_input(shard.path, shard.hint) as f:
             tokens = np.stack([shard.read(f, row * T, T + 1) for row in rows]).astype(np.int32)
+        if not self.has_weights:
             return tokens[:, :-1], tokens[:, 1:]
+        with open_input(shard.weights, shard.hint) as f:
+            weights = np.stack([shard.read_weights(f, row * T + 1, T) for row in rows])
+        return tokens[:, :-1], tokens[:, 1:], weights.astype(np.float32)
+
+
+def total_weight(batches):
+    """The sum of all weights of an update's batches; None if they have none."""
+    if len(batches[0]) == 2:
+        return None
+    return math.fsum(float(np.sum(weights, dtype=np.float64)) for *_, weights in batches)

@@ -24,7 +24,7 @@ class LlmcLines(Console):
     def memory(self, plan):
         print(f"num_activations: {next(size for size, what in plan if what == 'activations') // 4}")
 
-    def validation(self, step, loss):
+    def validation(self, step, loss, targets):
         print(f"val loss {loss:f}")
 
     def training_line(self, step, update, learning_rate, left):

@@ -60,6 +60,10 @@ class Loop(contextlib.AbstractContextManager):
         self.config, self.params, self.model_path = read_start(settings, self.first_step, self.tokenizer, architecture)
         self.parameters = sum(tensor.size for tensor in unpadded(self.params, self.config.V))
         self.train_loader, self.val_loader = open_data(settings, self.config.V, ranks.rank, ranks.size)
+        for loader in filter(None, (self.train_loader, self.val_loader)):
+            if resolve and loader.has_weights:
+                raise UserError(f"{loader.shards[0].weights}: weights of targets are for a CPU so"
+                                f" far: python {architecture.Config.__module__}.py")
         if ranks.is_first and settings.sample_every and not self.tokenizer:
             print(f"warning: no gpt2_tokenizer.bin: samples are printed as token ids; {EXPORT}",
                   file=sys.stderr)
@@ -178,10 +182,10 @@ class Loop(contextlib.AbstractContextManager):
         """Report the validation loss and, with --hellaswag, its accuracy."""
         settings, starmap = self.settings, functools.partial(self.ranks.starmap, check=self.interruption.check)
         self.console.wait_for("validating")
-        loss = validate(self.model.forward, self.val_loader, settings.val_batches, starmap)
+        loss, targets = validate(self.model.forward, self.val_loader, settings.val_batches, starmap)
         if not math.isfinite(loss):
             raise UserError(f"step {step}: the validation loss is {loss}; {DIVERGED}")
-        self.console.validation(step, loss)
+        self.console.validation(step, loss, targets)
         self.log.validation(step, loss)
         self.lowest, self.above = ((loss, step), 0) if loss <= self.lowest[0] else (self.lowest, self.above + 1)
         if self.above == 3 and not settings.patience:
@@ -251,13 +255,23 @@ class Saver:
 
 
 def validate(forward, loader, batches, starmap=itertools.starmap):
-    """The mean loss of the first `batches` batches of the validation data, or of all if there are fewer.
-    forward(inputs, targets) -> a batch's loss; starmap: shares batches among GPUs."""
-    def weighed(inputs, targets):
-        return forward(inputs, targets), len(inputs) / loader.B  # less than 1 for a smaller batch at the end
+    """(the mean loss of the first `batches` batches of the validation data, or of all if there are
+    fewer; with weights, of how many targets, else None). forward(inputs, targets, weights) -> a
+    batch's loss; starmap: shares batches among GPUs. Raises UserError if no target has a weight."""
+    def weighed(inputs, targets, weights=None):
+        if weights is None:  # a smaller batch at the end counts less
+            return forward(inputs, targets), len(inputs) / loader.B, 0
+        total = float(weights.sum(dtype=np.float64))
+        loss = forward(inputs, targets, weights) if total else 0.0
+        return loss, total, int(np.count_nonzero(weights))
 
-    pairs = list(starmap(weighed, itertools.islice(loader.whole_set(), batches)))
-    return math.fsum(loss * weight for loss, weight in pairs) / math.fsum(weight for _, weight in pairs)
+    found = list(starmap(weighed, itertools.islice(loader.whole_set(), batches)))
+    total = math.fsum(weight for _, weight, _ in found)
+    if not total:
+        raise UserError(f"{loader.shards[0].weights}: no target to validate on has a weight: pass"
+                        " -v 0, or a larger -m")
+    targets = sum(count for *_, count in found) if loader.has_weights else None
+    return math.fsum(loss * weight for loss, weight, _ in found) / total, targets
 
 
 def check_update(step, loss, norm=None):

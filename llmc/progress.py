@@ -91,8 +91,10 @@ class Console:
                                 leave=False, miniters=1, dynamic_ncols=True,
                                 bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}{postfix}")
 
-    def validation(self, step, loss):
-        self.print(f"{self.step_of(step)} | val loss {loss:.4f}")
+    def validation(self, step, loss, targets):
+        """targets: how many have a weight; None if there are no weights."""
+        of = "" if targets is None else f" of {targets} targets"
+        self.print(f"{self.step_of(step)} | val loss {loss:.4f}{of}")
 
     def overfits(self, step, lowest, at):
         self.print(f"{self.step_of(step)} | validation was lowest at step {at}, {lowest:.4f}: more"

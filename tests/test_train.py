@@ -152,7 +152,7 @@ def test_an_epoch_of_updates_of_two_batches(workplace, run_here, monkeypatch, fl
 def test_a_run_that_overfits(workplace, run_here, monkeypatch, patience, last):
     """It is said once; with --patience, it ends there, and says why and which checkpoint is the
     best, which stays; the command may go on."""
-    monkeypatch.setattr(llmc.loop, "validate", lambda *_, losses=iter(LOSSES): next(losses))
+    monkeypatch.setattr(llmc.loop, "validate", lambda *_, losses=iter(LOSSES): (next(losses), None))
     flags = *"-e d2 -x 12 -b 2 -t 8 -v 2 -s 0 -o run -n 2 -nk 1 --patience".split(), patience
     printed = run_here(train_gpt2, *flags).stdout
     stops = (f"step {last:>2}/12 | stopped by --patience {patience}: that many validations in a row"
@@ -172,7 +172,7 @@ def test_a_run_that_overfits(workplace, run_here, monkeypatch, patience, last):
 def test_patience_keeps_the_best_and_the_newest_of_its_own(
         workplace, run_here, monkeypatch, flags, kept):
     """-n's checkpoints stay as without it. Validations are lowest at steps 0, then 2."""
-    monkeypatch.setattr(llmc.loop, "validate", lambda *_, losses=iter(LOSSES): next(losses))
+    monkeypatch.setattr(llmc.loop, "validate", lambda *_, losses=iter(LOSSES): (next(losses), None))
     begin = "-e d2 -x 12 -b 2 -t 8 -v 2 -s 0 -o run --patience 3".split()
     printed = run_here(train_gpt2, *begin, *flags).stdout
     assert complete_checkpoints("run") == kept
@@ -181,7 +181,7 @@ def test_patience_keeps_the_best_and_the_newest_of_its_own(
 
 def test_which_checkpoint_of_a_run_is_taken(workplace, run_here, monkeypatch):
     """By default the best, which is said; a run without --patience has no best one."""
-    monkeypatch.setattr(llmc.loop, "validate", lambda *_, losses=iter(LOSSES): next(losses))
+    monkeypatch.setattr(llmc.loop, "validate", lambda *_, losses=iter(LOSSES): (next(losses), None))
     run_here(train_gpt2, *"-x 8 -b 2 -t 8 -v 2 -s 0 -o run -l 0.01 -n 6 --patience 3".split())
     texts = {}
     note = "note: run: this is the best checkpoint, of step 2, validation loss 4.0000; the last is"
