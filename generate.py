@@ -17,23 +17,21 @@ a GPU, samples are independent of the batch; on a CPU, sums may be rounded diffe
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
 import sys
 import warnings
-from datetime import datetime
 
 import numpy as np
 
-from llmc.errors import Parser, UserError, describe, import_package, run_main
-from llmc.files import open_input
+from llmc.chat import Template
+from llmc.errors import Parser, UserError, describe, run_main
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.hf_tokenizer import read_object
 from llmc.sampler import Choice, Random, Writer, end_of_text
 from llmc.api import check_numbers, load_with_vocabulary, on_gpu
-from llmc.vocabulary import Folder, valid
+from llmc.vocabulary import valid
 
 # --------------------------------------------------------------------------------------------------
 # model and prompt
@@ -75,116 +73,22 @@ def prompt_ids(prompt, tokenizer, V):
     return np.array([prompt], np.int32)
 
 
-@contextlib.contextmanager
-def bounded_memory(size=1 << 30):
-    """Context manager: what runs in it can allocate `size` bytes more. (A template can multiply a
-    text.)"""
-    try:
-        import resource  # here: Windows has none
-
-        with open("/proc/self/statm") as f:
-            used = int(f.read().split()[0]) * resource.getpagesize()
-    except (ImportError, OSError):
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = used + size
-    resource.setrlimit(resource.RLIMIT_AS,
-                       (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
 class Chat:
-    """A conversation with a chat model, in the format of its folder's chat template."""
+    """A conversation with a chat model, in the format of its chat template."""
 
     def __init__(self, model, tokenizer):
-        """Raises UserError unless the model's vocabulary is from a folder with a valid template."""
-        if not isinstance(tokenizer, Folder):
-            raise UserError(f"--chat: {model} has no tokenizer.json, which a Hugging Face folder"
-                            " has")
+        """Raises UserError unless there is a valid template."""
         self.vocabulary = tokenizer
+        self.template = Template(tokenizer, model, "--chat")
         self.messages = []
         self.asked = []
-        settings = read_object(f"{tokenizer.prefix}tokenizer_config.json")
-        template = None
-        if os.path.lexists(beside := f"{tokenizer.prefix}chat_template.jinja"):
-            with open_input(beside, "mend or remove it") as f:
-                template = f.read().decode(errors="replace")
-        with self.errors_as_lines(f"{model} has no chat template in tokenizer_config.json or"
-                                  " chat_template.jinja"):
-            template = settings.get("chat_template") if template is None else template
-            if isinstance(template, list):  # several, of which transformers takes one by its name
-                template = {named["name"]: named["template"] for named in template}
-            template = template.get("default") if isinstance(template, dict) else template
-            if not isinstance(template, str):
-                raise TypeError("expected a text, or several, one of them named 'default'")
-            tokens = {name: token.get("content") if isinstance(token, dict) else token
-                      for name, token in settings.items() if name.endswith("_token")}
-            self.names = {name: token for name, token in tokens.items() if token
-                          and isinstance(token, str)}
-            self.template = self.environment().from_string(template)
-
-    @staticmethod
-    @contextlib.contextmanager
-    def errors_as_lines(what):
-        """Context manager: an error of a template, which may be of any type, becomes a
-        UserError."""
-        try:
-            yield
-        except UserError:
-            raise
-        except Exception as error:
-            line = f", line {error.lineno}" if hasattr(error, "lineno") else ""
-            # the message of jinja2 is without the template's text
-            text = str(getattr(error, "message", None) or error)
-            raise UserError(f"--chat: {what} ({type(error).__name__}{line}: {text})") from None
-
-    @staticmethod
-    def environment():
-        """The sandbox that transformers renders templates in: a template cannot run code outside
-        it."""
-        jinja2 = import_package("jinja2", "a chat template")
-        from jinja2.ext import Extension
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        class Generation(Extension):
-            """{% generation %}...{% endgeneration %}: marks answers for training, and renders what
-            is inside."""
-
-            tags = {"generation"}
-
-            def parse(self, parser):
-                next(parser.stream)
-                return jinja2.nodes.Scope(parser.parse_statements(["name:endgeneration"],
-                                                                  drop_needle=True))
-
-        def raise_exception(message):
-            raise UserError(f"--chat: the template says: {message}")
-
-        def tojson(value, ensure_ascii=False, indent=None, **options):  # separators, sort_keys
-            return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-        found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                              extensions=[Generation, "jinja2.ext.loopcontrols"])
-        found.filters["tojson"] = tojson
-        found.globals |= {"raise_exception": raise_exception,
-                          "strftime_now": lambda how: datetime.now().strftime(how)}
-        return found
 
     def ask(self, text):
         """The ids of the conversation with the user's next message, up to where the answer
         begins."""
         self.asked = [*self.messages, {"role": "user", "content": valid(text)}]
-        with self.errors_as_lines("the chat template fails"), bounded_memory():
-            whole = self.template.render(messages=self.asked, tools=None, documents=None,
-                                         add_generation_prompt=True, **self.names)
-        if len(whole) > 1 << 22:
-            raise UserError(f"--chat: the chat template makes {len(whole)} characters of the"
-                            " message")
-        ids = self.vocabulary.encode(whole, begin=False)
+        whole = self.template.render(self.asked, answers=True)
+        ids = self.template.encode(whole)[0]
         if not ids:
             raise UserError(f"--chat: the chat template makes {whole!r} of the message, which is"
                             " no token")

@@ -21,6 +21,12 @@ The vocabulary is GPT-2's, or `bytes`, the 256 byte values, or `chars`, the char
 as in nanoGPT's shakespeare_char, or `bpe:4096`, so many tokens made of the text, or that of a run,
 to train its model on. Several processes tokenize the text in pieces of a megabyte, cut where tokens
 end; it need not fit in memory.
+
+With --chat, a line of JSON is a conversation, {"messages": [{"role": "user", "content": "Hi"},
+{"role": "assistant", "content": "Hello."}]}, rendered by the chat template of the vocabulary's
+folder; other vocabularies get one in which a message is a line. Whole conversations are packed into
+rows of --sequence_length tokens. PREFIX_train_weights.bin says which tokens are targets: those of
+answers, and what ends them. Train with -t of that length.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
@@ -37,10 +43,12 @@ import tempfile
 
 import numpy as np
 
+from llmc.chat import OURS, Template
+from llmc.dataloader import find_files
 from llmc.errors import UserError, import_package, run_main
 from llmc.files import chunks, errors_of_writing, make_directory
 from llmc.vocabulary import EOT, Folder, Letters, open_vocabulary
-from prepro import reading
+from prepro import chats, reading
 from prepro.common import (add_processes, add_val_fraction, check_not_written_over, check_processes,
                            in_processes, make_parser, output_paths, progress_bar, save_files,
                            val_tokens)
@@ -48,6 +56,8 @@ from prepro.encodings import NotText
 from prepro.reading import documents, find_texts
 
 VAL_TOKENS = 32768
+ROWS = 256  # of conversations to train on, at least
+
 
 def prepare(lacking, *vocabulary):
     """Load the vocabulary in this process. lacking: characters that are left out of the text."""
@@ -181,8 +191,13 @@ def parse_arguments():
     parser.add_argument("--shard_tokens", type=int, metavar="N", default=argparse.SUPPRESS,
                         help="split the training tokens over shards, PREFIX_train_000000.bin and"
                         " on, of at most N")
+    parser.add_argument("--chat", action="store_true",
+                        help="JSON lines are conversations: answers are what is learned")
+    parser.add_argument("--sequence_length", type=int, metavar="T", default=1024,
+                        help="with --chat, tokens in a row of whole conversations: the -t of the"
+                        " training")
     add_processes(parser, "pieces of text")
-    add_val_fraction(parser, VAL_TOKENS)
+    add_val_fraction(parser, VAL_TOKENS, least=0.0)
 
     args = parser.parse_args()
     check_processes(args)
@@ -195,11 +210,19 @@ def parse_arguments():
         raise UserError(f"--vocabulary {args.vocabulary}: expected bpe:512 or more, such as"
                         " bpe:4096")
     args.bpe = int(bpe[1]) if bpe else 0
+    if not args.chat and getattr(args, "val_fraction", 1.0) == 0.0:
+        raise UserError("--val_fraction 0.0: expected more than 0 and less than 1")
+    if args.chat and args.shard_tokens:
+        raise UserError("--shard_tokens: not with --chat, whose rows are one file")
+    if not 1 < args.sequence_length < 2**24:
+        raise UserError(f"--sequence_length {args.sequence_length}: expected 2 to 2^24 - 1")
     return args
 
 
 def main():
     args = parse_arguments()
+    if args.chat:
+        return prepare_chats(args)
     paths, hidden = find_texts(args.inputs)
     is_made = args.bpe or args.vocabulary == "chars"
     known = None if is_made else open_vocabulary(args.vocabulary)  # downloads GPT-2's once
@@ -224,6 +247,80 @@ def main():
             make_bpe(args.bpe, texts, args.field, folder)
         names = folder if args.bpe else args.vocabulary, "".join(sorted(characters))
         write(texts, lacking, names, open_vocabulary(*names), args)
+
+
+def prepare_chats(args):
+    """Conversations -> rows, their weights, and the vocabulary."""
+    paths, _ = find_texts(args.inputs)
+    check_not_written_over(paths, output_paths(args.output))
+    with tempfile.TemporaryDirectory() as folder:
+        vocabulary = vocabulary_of_chats(args, paths, folder)
+        template = Template(vocabulary, args.vocabulary, "--vocabulary")
+        with progress_bar(total_size(paths), "tokenizing", "B") as advance:
+            kept, counts = chats.tokens_of(paths, template, args.sequence_length, advance)
+        print_counts(counts, args)
+        save_chats(kept, vocabulary, args)
+
+
+def vocabulary_of_chats(args, paths, folder):
+    """The Vocabulary, with a template. One that is made is of what is said, and of the template."""
+    if args.bpe or args.vocabulary == "chars":
+        said = [message["content"] for path, found in paths.items()
+                for _, messages in chats.conversations(path, found, lambda size: None)
+                for message in messages]
+        if args.bpe:
+            text = os.path.join(folder, "said.txt")
+            with open(text, "w", encoding="utf-8") as f:
+                f.write("\n".join(said))
+            make_bpe(args.bpe, {text: False}, "", folder)
+        vocabulary = open_vocabulary(folder if args.bpe else "chars", "\n" + "".join(said))
+    else:
+        vocabulary = open_vocabulary(args.vocabulary)
+    if args.bpe or not isinstance(vocabulary, Folder):
+        vocabulary.chat_template = OURS
+    return vocabulary
+
+
+def print_counts(counts, args):
+    """Print how many conversations there are, and which are left out; raises UserError if no one
+    is left."""
+    line = f"{number_of(counts.kept, 'conversation')}, {number_of(counts.targets, 'target')}"
+    if counts.shortened:
+        line += (f"; {counts.shortened} end at the last answer within"
+                 f" {args.sequence_length} tokens")
+    print(line)
+    for why, (count, where) in counts.left.items():
+        print(f"warning: {number_of(count, 'conversation')} left out, such as {where}: {why}",
+              file=sys.stderr)
+    if not counts.kept:
+        raise UserError(f"{', '.join(args.inputs)}: no conversation with an answer among"
+                        f" {counts.read}")
+
+
+def save_chats(kept, vocabulary, args):
+    """Write rows to train on and, unless --val_fraction is 0, rows to validate on, of other
+    conversations. Each file ends with a token more, the last row's last target."""
+    T = args.sequence_length
+    val = 0
+    if getattr(args, "val_fraction", None) != 0.0:
+        if len(kept) < 2:
+            raise UserError("1 conversation, expected at least one to train on and one to validate"
+                            " on: pass --val_fraction 0, and train with -v 0")
+        val = val_tokens(sum(len(ids) for ids, _ in kept), VAL_TOKENS, args)
+    train, val = chats.split(kept, val)
+
+    files = {}
+    of_weights = {}
+    for path, part in zip(output_paths(args.output), (val, train)):
+        if part:
+            # a few rows, again and again, would teach answers at those places alone
+            times = -(-ROWS // len(chats.pack([len(ids) for ids, _ in part], T)))
+            ids, weights = chats.rows_of(part, T, vocabulary.eot, times if part is train else 1)
+            files[path] = [*ids, np.array([vocabulary.eot], np.int32)]
+            of_weights[path] = np.append(weights, np.uint8(0))
+    print(f"{len(ids)} rows of {T} tokens: train with -t {T}; {np.mean(weights > 0):.0%} are"
+          f" targets; all conversations are packed {number_of(times, 'time')}")
+    save_files(files, vocabulary, args, weights=of_weights)
 
 
 def print_what_is_read(count, texts, hidden, left):
@@ -322,7 +419,7 @@ def draw_to_the_end(tokens, eot, most):
 
 def training_shards(output):
     """Return the sorted files that have names of training shards of PREFIX."""
-    return sorted(glob.glob(f"{glob.escape(output)}_train_*.bin"))
+    return find_files(f"{glob.escape(output)}_train_*.bin")
 
 
 def save_shards(val, train, vocabulary, args):

@@ -165,7 +165,7 @@ def find_files(pattern):
     if not is_pattern(pattern):
         return [pattern]
     found = sorted(glob.glob(pattern))
-    return [path for path in found if not path.endswith("_weights.bin")] or found
+    return [path for path in found if not path.endswith("_weights.bin")]
 
 
 def names_shards(data):

@@ -28,6 +28,7 @@ class Vocabulary(Tokenizer):
     """A tokenizer, and the ids of a text where one knows them: the three classes below."""
 
     prefix = ""  # of the paths of a Hugging Face folder's files
+    chat_template = None  # of one's own vocabulary: the text of its template, to be written
     is_exact = True  # whether a text is the bytes of its tokens, joined
     stops = property(lambda self: {self.eot})  # the ids that end a text
     special = property(lambda self: {self.eot})  # the ids that are not text
@@ -337,8 +338,10 @@ def save_vocabulary(path, vocabulary, version=2):
     write_tokenizer(path, vocabulary.tokens, vocabulary.eot, version)
     prefix = os.fspath(path).removesuffix("tokenizer.bin")
     files = {}
+    if vocabulary.chat_template:
+        files = {"chat_template.jinja": vocabulary.chat_template.encode()}
     if isinstance(vocabulary, Folder):
-        files = {"tokenizer.json": vocabulary.backend.to_str().encode(),
+        files |= {"tokenizer.json": vocabulary.backend.to_str().encode(),
                  "generation_config.json": json.dumps({"eos_token_id": vocabulary.ends}).encode()}
         sources = {name: Path(vocabulary.prefix + name) for name in FOLDER_FILES}
         files |= {name: source.read_bytes() for name, source in sources.items() if source.exists()}

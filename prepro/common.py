@@ -17,10 +17,11 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 import numpy as np
 
-from llmc.dataloader import write_tokens
+from llmc.dataloader import weights_beside, write_tokens
 from llmc.errors import Parser, UserError, import_package
 from llmc.files import all_or_none, chunks, make_directory, open_input, replacing
 from llmc.threads import THREADS
@@ -168,9 +169,10 @@ def save_tokens(val, train, vocabulary, args):
     save_files(dict(zip(output_paths(args.output), (val, train))), vocabulary, args)
 
 
-def save_files(files, vocabulary, args, text_bytes=None):
+def save_files(files, vocabulary, args, text_bytes=None, weights=None):
     """Write token files, {path: list of integer arrays}, and the vocabulary, all or none; print
-    their sizes. text_bytes: see write_tokens, {path: number}."""
+    their sizes. text_bytes: see write_tokens, {path: number}; weights: {path: (n,) uint8}, of the
+    tokens as targets; without, earlier files of weights are removed."""
     if args.format == "uint16" and len(vocabulary.tokens) > 1 << 16:
         args.format = "uint32"
     tokenizer = output_paths(args.output)[-1]
@@ -179,7 +181,12 @@ def save_files(files, vocabulary, args, text_bytes=None):
     with all_or_none():
         for path, pieces in files.items():
             write_tokens(path, pieces, counts[path], args.format, (text_bytes or {}).get(path, 0))
+            if weights:
+                with replacing(weights_beside(path)) as f:
+                    f.write(weights[path])
         save_vocabulary(tokenizer, vocabulary)
+    for path in () if weights else files:
+        Path(weights_beside(path)).unlink(missing_ok=True)
     for path, count in counts.items():
         print(f"Saved {count} tokens to {path}")
     print(f"Saved the vocabulary of {len(vocabulary.tokens)} tokens to {tokenizer}")
@@ -195,10 +202,10 @@ def check_processes(args):
         raise UserError(f"--processes {args.processes}: expected at least 1")
 
 
-def add_val_fraction(parser, most):
+def add_val_fraction(parser, most, least=1e-12):
     def fraction(text):
         value = float(text)
-        if not 0.0 < value < 1.0:
+        if not least <= value < 1.0:
             raise UserError(f"--val_fraction {value}: expected more than 0 and less than 1")
         return value
 

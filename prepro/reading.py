@@ -97,6 +97,14 @@ def parse_object(text, begins=False):
     return value if isinstance(value, dict) and (begins or end == len(text)) else {}
 
 
+def parse_json(text):
+    """The JSON value that a text is; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 def first_records(start):
     """What the records of a file with this start are, "line" or "element", and the first of them,
     as objects, {} for one that is none; or (None, []) where there are none."""

@@ -147,7 +147,8 @@ def test_chat_templates(tmp_path, template, expected):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     folder = Folder.__new__(Folder)
     folder.prefix = f"{tmp_path}/"
-    folder.encode = lambda text, begin: list(text.encode())
+    folder.backend = SimpleNamespace(encode=lambda text, add_special_tokens: SimpleNamespace(
+        ids=list(text.encode()), offsets=[]))
     try:
         chat = generate.Chat("model", folder)
         assert chat.ask("Hi") == list(expected.encode()) == chat.ask("Hi")
