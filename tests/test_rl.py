@@ -1,0 +1,222 @@
+"""train_rl.py: gradients beside autograd's; the sampler beside the trainer; a run that learns, and its
+resume; what is refused."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import prepro_text
+import train_gpt2
+import train_rl
+from conftest import ROOT, SMALL, assert_one_line_error, make_model, random_params, remove_after
+from llmc.api import load
+from llmc.tensors import flat
+from reference import collect_gradients, to_reference
+from test_verdict import instead
+
+RULE = "def reward(prompt, answer):\n    return float(answer[:1] == prompt[0])\n"
+
+
+@pytest.fixture
+def taught(here, run_here):
+    """A run whose model answers with a letter or two, mostly any; prompts and a rule."""
+    letters = "abcdefgh"
+    talks = [[{"role": "user", "content": letters[i % 8]},
+              {"role": "assistant", "content": letters[i * 5 % 7] + "." * (i % 2)}]
+             for i in range(64)]
+    Path("talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    Path("prompts.txt").write_text("\n".join(letters))
+    Path("rule.py").write_text(RULE)
+    run_here(prepro_text, "talks.jsonl", "--chat", "--vocabulary", "chars", "--sequence_length", 8,
+             "--output", "talks", "--val_fraction", 0)
+    run_here(train_gpt2, *"-e d2 -i talks -t 8 -b 8 -x 20 -v 0 -s 0 -o run".split())
+    return here
+
+
+FLAGS = ("run --prompts prompts.txt --test prompts.txt --reward rule.py --tokens 3 -b 8 -g 8 -l 1e-3"
+         " --rows 32").split()
+
+
+def test_it_learns_what_is_rewarded(taught, run_here):
+    """The greedy answer to each letter becomes that letter; the best model is kept."""
+    run_here(train_rl, *FLAGS, "-x", 60, "-v", 20, "-o", "out")
+    with open("out/rewards.csv") as f:
+        rows = list(csv.DictReader(f))
+    assert len(rows) == 61 and [row["step"] for row in rows if row["test"]] == ["0", "20", "40", "60"]
+    tests = [float(row["test"]) for row in rows if row["test"]]
+    assert tests[0] < 0.5 and max(tests) > 0.8
+    rewards = [float(row["reward"]) for row in rows[1:]]
+    assert np.mean(rewards[-10:]) > np.mean(rewards[:10]) + 0.3
+    best = load("out", checkpoint="best")
+    sampler = train_rl.Sampler(best, 1, 3)
+    rule = train_rl.read_reward("rule.py")
+    assert train_rl.test(sampler, rule, list("abcdefgh")) == max(tests)
+
+
+def test_a_resumed_run_has_the_same_bits(taught, run_here):
+    run_here(train_rl, *FLAGS, "-x", 4, "-v", 2, "-o", "out")
+    model = Path("out/model_00000004.bin").read_bytes()
+
+    def log():
+        with open("out/rewards.csv") as f:
+            return [[value for name, value in row.items() if name != "seconds"]
+                    for row in csv.DictReader(f)]
+
+    rows = log()
+    if not Path("out/DONE_00000002").exists():  # a later one was better
+        run_here(train_rl, *FLAGS, "-x", 2, "-v", 2, "-o", "half")
+        Path("out").rename("whole")
+        Path("half").rename("out")
+    remove_after("out", 2)
+    done = run_here(train_rl, *FLAGS, "-x", 4, "-v", 2, "-o", "out", "-y", 1)
+    assert done.stdout.startswith("resuming at step 2 from out\n")
+    assert Path("out/model_00000004.bin").read_bytes() == model and log() == rows
+
+
+# --------------------------------------------------------------------------------------------------
+# an update
+
+
+def drawn():
+    """Answers of two groups, of prompts and lengths that differ, and their rewards."""
+    rng = np.random.default_rng(0)
+    answers = [train_rl.Answer(rng.integers(0, SMALL.V, 2 + i // 3).tolist(),
+                               rng.integers(0, SMALL.V, 1 + i).tolist(), "", False, 0.0)
+               for i in range(6)]
+    return answers, np.array([[1.0, 0.0, 0.5], [0.0, 0.0, 1.0]])
+
+
+def is_autograd_s(rows=4):
+    """Whether loss and gradients are those of the formula at the head, in float64."""
+    answers, rewards = drawn()
+    advantages = (rewards - rewards.mean(1, keepdims=True)).ravel()
+    params = random_params(SMALL)
+    reference = to_reference(SMALL, params, dtype=torch.float64)
+    expected = 0.0
+    for answer, advantage in zip(answers, advantages):
+        ids = torch.tensor([answer.prompt + answer.ids])
+        logits, _ = reference(ids[:, :-1], ids[:, 1:])
+        logprobs = torch.log_softmax(logits[0], -1)
+        for t, id in enumerate(answer.ids, len(answer.prompt) - 1):
+            expected = expected - advantage * logprobs[t, id]
+    expected = expected / sum(len(answer.ids) for answer in answers)
+    expected.backward()
+
+    model = make_model(rows, 12, 2, SMALL, params)
+    loss, entropy = train_rl.compute_gradients(model, answers, advantages, rows)
+    gradients = flat(collect_gradients(SMALL, reference))
+    return (0 < entropy < np.log(SMALL.V) and abs(loss - expected.item()) < 1e-5
+            and np.abs(flat(model.grads) - gradients).max() < 2e-5 * np.abs(gradients).max())
+
+
+@pytest.mark.parametrize("rows", (1, 4, 6))
+def test_gradients_are_autograd_s(rows):
+    assert is_autograd_s(rows)
+
+
+WRONG = {  # what is wrong: the function, its right text, the fault
+    "weights for the prompt's tokens": ("batch_of", "len(answer.prompt) - 1 :", "0 :"),
+    "weights shifted by one": ("batch_of", "len(answer.prompt) - 1 : len(ids) - 1",
+                               "len(answer.prompt) : len(ids) - 1"),
+    "the end token left out": ("batch_of", ": len(ids) - 1] = True", ": len(ids) - 2] = True"),
+    "other answers' advantages": ("compute_gradients", "advantages[some, None]",
+                                  "advantages[some, None][::-1]"),
+    "the mean of each part": ("compute_gradients", "total=tokens", "total=is_answer.sum()"),
+    "no sign": ("compute_gradients", "advantages[some, None]", "np.abs(advantages[some, None])"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_planted_fault_is_found(monkeypatch, fault):
+    name, old, new = WRONG[fault]
+    monkeypatch.setattr(train_rl, name, instead(old, new)(getattr(train_rl, name)))
+    assert not is_autograd_s()
+
+
+def test_advantages_are_over_the_group_s_mean(taught, run_here, monkeypatch):
+    """If all answers are equally good, no weight moves."""
+    Path("rule.py").write_text("def reward(prompt, answer):\n    return 1.0\n")
+    run_here(train_rl, *FLAGS, "-x", 1, "--tokens", 9, fails=("more than the model's 8",))
+    seen = []
+    real = train_rl.compute_gradients
+
+    def spy(model, answers, advantages, rows):
+        seen.append((answers, advantages))
+        return real(model, answers, advantages, rows)
+
+    monkeypatch.setattr(train_rl, "compute_gradients", spy)
+    monkeypatch.setattr(train_rl, "rewards_of", lambda *_: np.ones(8))
+    run_here(train_rl, *FLAGS, "-x", 1, "-o", "out")
+    (answers, advantages), = seen
+    assert len(answers) == len(advantages) == 64 and not advantages.any()
+    before, after = (flat(load(path).model.params) for path in ("run", "out"))
+    assert np.array_equal(before, after)
+
+
+def test_the_sampler_is_the_trainer(taught):
+    """Its log-probabilities are those of the trainer's forward pass; cut answers are known."""
+    model = load("run")
+    sampler = train_rl.Sampler(model, 8, 3)
+    answers = [answer for index, prompt in enumerate("ab")
+               for answer in sampler.answer(prompt, train_rl.randoms_of(1, 0, index, 8))]
+    stops = model.tokenizer.stops
+    for answer in answers:
+        assert answer.is_cut == (answer.ids[-1] not in stops)
+        assert not stops & {*answer.ids[:-1]}
+        ids = np.array([answer.prompt + answer.ids])
+        losses = model.losses(ids[:, :-1], ids[:, 1:])[0, len(answer.prompt) - 1 :]
+        assert abs(losses.sum() + answer.logprob) < 1e-4
+    assert len({tuple(answer.ids) for answer in answers}) > 4
+    again = sampler.answer("a", train_rl.randoms_of(1, 0, 0, 8))
+    assert again == answers[:8], "a resumed run draws the same"
+
+
+def test_prompts_come_in_another_order_each_time_round():
+    prompts = list(range(10))
+    steps = [train_rl.prompts_of(prompts, step, 4, 1) for step in range(5)]
+    flat_steps = sum(steps, [])
+    assert sorted(flat_steps[:10]) == sorted(flat_steps[10:]) == prompts
+    assert flat_steps[:10] != flat_steps[10:]
+    assert train_rl.prompts_of(prompts, 2, 4, 1) == steps[2]
+
+
+# --------------------------------------------------------------------------------------------------
+# what is refused
+
+
+@pytest.mark.parametrize("rule, words", (
+    ("x = 1", "has no function reward(prompt, answer)"), ("1 / 0", "ZeroDivisionError"),
+    ("def reward(:", "SyntaxError"),
+    ("def reward(prompt, answer):\n    return 1 / 0", "fails: ZeroDivisionError"),
+    ("def reward(prompt, answer):\n    return 'a'", "fails: ValueError"),
+    ("def reward(prompt, answer):\n    return float('nan')", "expected finite numbers")))
+def test_wrong_rules(taught, run_here, rule, words):
+    Path("rule.py").write_text(rule)
+    done = run_here(train_rl, *FLAGS, "-x", 1, check=False)
+    assert_one_line_error(done, "--reward", words)
+
+
+def test_other_wrong_input(taught, run_here):
+    def fails(*flags, words):
+        assert_one_line_error(run_here(train_rl, *FLAGS, *flags, check=False), *words)
+
+    fails("--reward", "none.py", words=("--reward none.py: no such file",))
+    fails("--prompts", "none.txt", words=("none.txt: no such file",))
+    Path("empty.txt").write_text("\n")
+    fails("--test", "empty.txt", words=("empty.txt: has no line",))
+    Path("other.txt").write_text("Z\n")
+    fails("--test", "other.txt", words=("'Z'",))
+    fails("-g", 1, words=("--group 1: expected at least 2",))
+    run_here(train_rl, *FLAGS, "-x", 1, "-o", "out")
+    fails("-o", "out", words=("out: holds a checkpoint of step 1: resume with -y 1",))
+    assert run_here(train_rl, *FLAGS[1:], "gpt2_124M.bin", check=False).returncode == 1
+
+
+def test_the_sums_of_the_documents():
+    sums = train_rl.read_reward(ROOT / "doc" / "sums.py")
+    assert sums("07+45=", "052") == 1 and sums("07+45=", "52") == sums("99+99=", "199") == 0
