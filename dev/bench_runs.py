@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -97,6 +98,32 @@ def time_transformers(config, batches, device):
                        min_new_tokens=TOKENS, do_sample=True, top_k=0, pad_token_id=V - 1).cpu()
 
     return {B: min(times_of(lambda B=B: run(B), 1, 1)) for B in batches}
+
+
+# --------------------------------------------------------------------------------------------------
+# a card's line, to send in
+
+
+def driver_version():
+    """The version of NVIDIA's driver, as nvidia-smi says it."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True).stdout.strip() or "unknown"
+    except OSError:
+        return "unknown"
+
+
+def line_to_send(machine, results, batches):
+    """A card's figures in one line: ms a step of GPT-2 124M, and of PyTorch at its best. results:
+    [(bench.Job, result)]."""
+    figures = []
+    for B in batches:
+        ours, theirs = ([r["ms"] for job, r in results if job.B == B and job.recompute < 0
+                         and (job.name == "ours") == is_ours and "ms" in r]
+                        for is_ours in (True, False))
+        if ours:
+            figures.append(f"B={B} {ours[0]:.2f}" + (f" ({min(theirs):.2f})" if theirs else ""))
+    return f"{machine}; driver {driver_version()}; ms (PyTorch's): {', '.join(figures)}"
 
 
 # --------------------------------------------------------------------------------------------------

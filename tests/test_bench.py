@@ -8,12 +8,14 @@ import subprocess
 import sys
 import unittest.mock
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import bench
+import bench_runs
 import check_gpu
 import compare_losses
 import llmc.gpu.device
@@ -270,3 +272,17 @@ def test_the_walkthrough_has_the_kernels_of_a_step_in_order(fake_gpu):
     step = [profile_gpu.label(*launch, trainer.params, trainer.grads)
             for launch in observed_step(trainer)]
     assert [name if "batch" not in name else "copy_batch" for name in rows] == step
+
+
+def test_the_line_to_send_in(monkeypatch):
+    """A batch that does not fit is left out; PyTorch's figure is its best."""
+    monkeypatch.setattr(bench_runs.subprocess, "run",
+                        lambda *_, **options: SimpleNamespace(stdout="580.1\n"))
+    results = [(bench.Job("gpu", name, "bfloat16", B, 1024, recompute=recompute), result)
+               for name, B, recompute, result in (
+                   ("ours", 4, -1, {"ms": 7.331}), ("compile", 4, -1, {"ms": 24.1}),
+                   ("reduce-overhead", 4, -1, {"ms": 11.02}), ("ours", 32, -1, {"ms": 49.3}),
+                   ("compile", 32, -1, {"failed": "out of memory"}),
+                   ("ours", 32, 1, {"ms": 51.0}), ("ours", 64, -1, {"failed": "out of memory"}))]
+    assert (bench_runs.line_to_send("A card, sm_89; 2026-11-29", results, bench.BATCHES)
+            == "A card, sm_89; 2026-11-29; driver 580.1; ms (PyTorch's): B=4 7.33 (11.02), B=32 49.30")
