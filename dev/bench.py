@@ -7,6 +7,7 @@ Benchmarks against PyTorch and others on this machine. Nothing else should run a
     python dev/bench.py matmul      # the matmuls of a step, each by itself, by our kernels and by cuBLASLt; --dtype fp8
     python dev/bench.py generate    # text, beside transformers
     python dev/bench.py scale       # training on 1, 2, 4, ... GPUs of this machine
+    python dev/bench.py memory      # which batches fit into a card's memory, computed
 
 `make bench` runs one of the first two, and prints tables in Markdown. The flags of each:
 `python dev/bench.py COMMAND --help`.
@@ -37,7 +38,7 @@ from tqdm import tqdm
 import profile_gpu
 import train_gpt2_cuda as cuda
 from bench_kernels import bench_attention, bench_matmul
-from bench_runs import RUNS, bench_generate, bench_scale, line_to_send, times_of
+from bench_runs import RUNS, bench_generate, bench_memory, bench_scale, line_to_send, times_of
 from llmc.checkpoint import padded
 from llmc.errors import run_main
 from llmc.gpu.device import count_gpus, cp, gpu_errors_as_lines, open_gpu
@@ -50,7 +51,6 @@ from train_gpt2 import GPT2, SIZES, Config, parameter_table, random_model
 V, T = 50257, 1024
 # name in the tables -> in train_gpt2.SIZES
 MODELS = {"124M": "d12", "355M": "d24", "774M": "d36", "1558M": "d48"}
-
 
 NAMES = {  # of the programs that are measured
     "ours": "train_gpt2_cuda.py", "reduce-overhead": "PyTorch, torch.compile, reduce-overhead",
@@ -428,6 +428,7 @@ def parse_arguments(argv=None):
         if run == bench_matmul:
             add("--dtype", choices=("auto", "bfloat16", "fp8", "float32"), default="auto",
                 help="(default: auto)")
+    command(bench_memory)
     add = command(bench_scale)
     add("--gpus", type=int, nargs="+", help="numbers of GPUs (default: 1, 2, 4, ... of all)")
     add("--only", nargs="*", choices=tuple(RUNS), default=tuple(RUNS),

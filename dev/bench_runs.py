@@ -1,6 +1,7 @@
-"""Benchmarks of whole runs: text, beside transformers, and training on several GPUs. Commands of
-dev/bench.py."""
+"""Benchmarks of whole runs: text, beside transformers, and training on several GPUs; which batches
+fit into a card's memory. Commands of dev/bench.py."""
 
+import bisect
 import contextlib
 import itertools
 import os
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 from root import ROOT, output_of
 import numpy as np
@@ -18,13 +20,16 @@ import numpy as np
 import profile_gpu
 import train_gpt2_cuda as cuda
 from generate import streams
+from llmc.checkpoint import padded
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.gpu.decoder import open_decoder
 from llmc.gpu.device import count_gpus, cp, open_gpu
+from llmc.gpu.geometry import launch_geometry
+from llmc.gpu.plan import RESERVE, memory_plan
 from llmc.sampler import Choice
 from llmc.tensors import flat
-from train_gpt2 import Decoder, random_model
+from train_gpt2 import SIZES, Config, Decoder, random_model
 
 V, T = 50257, 1024
 
@@ -124,6 +129,41 @@ def line_to_send(machine, results, batches):
         if ours:
             figures.append(f"B={B} {ours[0]:.2f}" + (f" ({min(theirs):.2f})" if theirs else ""))
     return f"{machine}; driver {driver_version()}; ms (PyTorch's): {', '.join(figures)}"
+
+
+# --------------------------------------------------------------------------------------------------
+# memory
+
+CARDS = 8, 12, 16, 24, 48, 80  # GB
+CONTEXT = 0.6 * 2**30  # bytes that the GPU counts and the trainer does not allocate, at most
+
+
+def bench_memory(args):
+    """The largest batch of T=1024 that trains on a card of so many GB, as llmc/gpu/plan.py adds up
+    what a run allocates: this needs no GPU. In bfloat16, AdamW, by the kernels of all cards."""
+    print("| | `--recompute` | " + " | ".join(f"{size} GB" for size in CARDS) + " |")
+    print("|---" * (2 + len(CARDS)) + "|")
+    for name, size in (("124M", "d12"), ("355M", "d24"), ("774M", "d36"), ("1558M", "d48")):
+        for recompute in (0, 2):
+            most = [most_that_fits(size, recompute, gb * 10**9) for gb in CARDS]
+            words = " | ".join(f"-b {B}" if B else "" for B in most)
+            print(f"| {name} | {recompute} | {words} |")
+
+
+def most_that_fits(size, recompute, capacity):
+    """The largest batch, 0 if none fits."""
+    config = Config(1024, V, *SIZES[size], padded(V))
+
+    def fits(B):
+        settings = cuda.resolve_auto(cuda.CudaSettings(B=B, T=T, dtype="bfloat16",
+                                                       recompute=recompute), "sm_80")
+        device = SimpleNamespace(
+            sm_count=132, geometry=launch_geometry(config, settings.precision, "sm_80"))
+        plan = memory_plan(cuda.GPT2, config, settings, device)
+        needed = sum(block.bytes for block in plan.values())
+        return needed + RESERVE + CONTEXT <= capacity
+
+    return bisect.bisect_left(range(1, 1025), True, key=lambda B: not fits(B))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -286,3 +286,14 @@ def test_the_line_to_send_in(monkeypatch):
                    ("ours", 32, 1, {"ms": 51.0}), ("ours", 64, -1, {"failed": "out of memory"}))]
     assert (bench_runs.line_to_send("A card, sm_89; 2026-11-29", results, bench.BATCHES)
             == "A card, sm_89; 2026-11-29; driver 580.1; ms (PyTorch's): B=4 7.33 (11.02), B=32 49.30")
+
+
+def test_what_fits_is_what_was_measured(capsys):
+    """124M at B=32 took 14.8 GiB of an H200, as README says; less never fits more."""
+    assert 31 <= bench_runs.most_that_fits("d12", 0, 14.8 * 2**30) <= 33
+    bench_runs.bench_memory(None)
+    rows = [re.findall(r"-b (\d+)", line) for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(rows) == 8 and all(list(map(int, row)) == sorted(map(int, row)) for row in rows)
+    for without, recomputed in zip(rows[::2], rows[1::2]):
+        assert len(without) <= len(recomputed)
+        assert all(int(a) <= int(b) for a, b in zip(without[::-1], recomputed[::-1]))
