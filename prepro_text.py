@@ -289,6 +289,9 @@ def print_counts(counts, args):
         line += (f"; {counts.shortened} end at the last answer within"
                  f" {args.sequence_length} tokens")
     print(line)
+    if counts.endless:
+        print(f"warning: {number_of(counts.endless, 'conversation')}: answers end with no token"
+              " that ends a text: a model that learns them will not stop", file=sys.stderr)
     for why, (count, where) in counts.left.items():
         print(f"warning: {number_of(count, 'conversation')} left out, such as {where}: {why}",
               file=sys.stderr)
@@ -319,7 +322,7 @@ def save_chats(kept, vocabulary, args):
             files[path] = [*ids, np.array([vocabulary.eot], np.int32)]
             of_weights[path] = np.append(weights, np.uint8(0))
     print(f"{len(ids)} rows of {T} tokens: train with -t {T}; {np.mean(weights > 0):.0%} are"
-          f" targets; all conversations are packed {number_of(times, 'time')}")
+          f" targets" + (f"; each row is there {times} times, shuffled" if times > 1 else ""))
     save_files(files, vocabulary, args, weights=of_weights)
 
 

@@ -2,11 +2,12 @@
 Learning from rewards: a model's answers are drawn, a function of yours says how good each is, and
 what was better than its like becomes more likely. On a CPU.
 
-    python doc/sums.py                                  # 320 sums to teach, 8,680 to try, 1,000 to test
-    python prepro_text.py data/sums.jsonl --chat --vocabulary chars --sequence_length 11 --output data/sums
+    python doc/sums.py                       # 320 sums to teach, 8,680 to try, 1,000 to test
+    python prepro_text.py data/sums.jsonl --chat --vocabulary chars --sequence_length 11 \\
+        --output data/sums
     python train_gpt2.py -e d2 -i data/sums -t 11 -b 128 -x 600 -s 0 -o runs/sums
-    python train_rl.py runs/sums --prompts data/sums.txt --test data/sums_test.txt --reward doc/sums.py \\
-        --tokens 4 -x 1500 -o runs/rewarded
+    python train_rl.py runs/sums --prompts data/sums.txt --test data/sums_test.txt \\
+        --reward doc/sums.py --tokens 4 -x 1000 -o runs/rewarded
 
 The prompts of a file, a line each, are what a user says; the model answers in the format of its
 chat template, if it has one. `--reward FILE` names a Python file with a function reward(prompt,
@@ -14,19 +15,22 @@ answer), two texts, that returns a number.
 
 For a prompt q, G answers a_1 .. a_G are drawn from the model p, and get rewards r_1 .. r_G. We want
 to raise the expected reward, whose gradient is E[r * grad log p(a | q)]: what was rewarded should
-become likelier. Any constant can be taken from r, as E[grad log p] = 0; the mean of the group makes
-it an advantage, A_g = r_g - mean(r). So the gradient of
+become likelier. As E[grad log p] = 0, the same can be taken from all rewards of a prompt without a
+change of that; it takes away noise. The mean of the group makes a reward an advantage, A_g = r_g -
+mean(r). So we go down the gradient of
 
-    loss = sum over the answers of A_g * sum over their tokens of -log p(token | all before) / N
+    loss = sum over all answers of an update of A_g * sum over their tokens of -log p(token) / N
 
-N being the number of tokens of all answers, is minus what we want to climb. It is the cross entropy
-of training, with A_g as the weight of each token of an answer and 0 for those of the prompt. An
-answer that was worse than the others has a negative weight: its gradient is turned round, and the
-step makes its tokens less likely. If all answers of a group are equally good, it teaches nothing.
+p(token) being its probability after all before it, N the number of these tokens. That is the
+cross entropy of training, with A_g as the weight of each token of an answer and 0 for those of the
+prompt. An answer that was worse than the others has a negative weight: its gradient is turned round, and
+the step lowers the logits of its tokens and raises all others, the likely ones most. If all answers
+of a group are equally good, it teaches nothing. An answer that does not end within --tokens has no
+reward, 0.
 
-Others add to that: GRPO (https://arxiv.org/abs/2402.03300) divides A by the group's deviation, means
-over each answer first, keeps the step near the old p by clipping their ratio, and near a reference
-by a penalty (KL). Dr. GRPO (https://arxiv.org/abs/2503.20783) shows that both divisions favor the
+Others add to that: GRPO (https://arxiv.org/abs/2402.03300) divides A by the group's deviation,
+averages over each answer first, keeps the step near the old p by clipping their ratio, and near a
+reference by a penalty (KL). Dr. GRPO (https://arxiv.org/abs/2503.20783) shows that both divisions favor the
 wrong: long bad answers, and prompts that are nearly always or never solved. Here each update has
 answers of its own, so there is no ratio to clip.
 """
@@ -34,8 +38,9 @@ answers of its own, so there is no ratio to clip.
 import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import argparse
+import importlib.util
 import os
-import runpy
+import sys
 import time
 import warnings
 from typing import NamedTuple
@@ -43,7 +48,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.api import load
-from llmc.chat import Template
+from llmc.chat import Template, find_template
 from llmc.checkpoint import Progress, owned_by_one
 from llmc.errors import Interruption, Parser, UserError, run_main
 from llmc.files import locked, make_directory, open_input
@@ -82,11 +87,9 @@ class Sampler:
         self.vocabulary = model.tokenizer
         self.decoder = model.model.Decoder(model.config, model.model.params, group, model.T)
         self.most = most
-        self.template = None
-        try:
-            self.template = Template(model.tokenizer, "the model", "--chat")
-        except UserError:  # it continues plain text
-            pass
+        self.template = None  # it continues plain text
+        if find_template(self.vocabulary)[0] is not None:
+            self.template = Template(self.vocabulary, "the model", "MODEL")
 
     def ids_of(self, prompt):
         if not self.template:
@@ -118,7 +121,7 @@ class Sampler:
 def randoms_of(seed, step, index, group):
     """The Randoms of the group of prompt `index` in a step: a resumed run draws the same."""
     first = ((seed << 40) + (step << 20) + index) * group + 1
-    return [Random((first + g) * GOLDEN & 0xFFFFFFFFFFFFFFFF or 1) for g in range(group)]
+    return [Random(((first + g) * GOLDEN & 0xFFFFFFFFFFFFFFFF) or 1) for g in range(group)]
 
 
 def rewards_of(reward, prompt, answers):
@@ -189,7 +192,8 @@ def parse_arguments():
     add("-x", "--steps", type=int, default=1000, metavar="N", help="updates")
     add("-b", "--batch_size", type=int, default=32, metavar="N", help="prompts of an update")
     add("-g", "--group", type=int, default=16, metavar="N", help="answers to a prompt")
-    add("--rows", type=int, default=512, metavar="N", help="answers in a forward pass: memory")
+    add("--rows", type=int, default=0, metavar="N",
+        help="answers in a forward pass (0: of 8,192 tokens together)")
     add("--tokens", type=int, default=64, metavar="N", help="of an answer, at most")
     add("-l", "--learning_rate", type=float, default=3e-4, metavar="X", help="constant")
     add("--grad_clip", type=float, default=1.0, metavar="X", help="largest gradient norm (0: any)")
@@ -197,23 +201,30 @@ def parse_arguments():
         help="test, and save, every N updates")
     add("--seed", type=int, default=1337, metavar="N", help="of prompts' order, and of answers")
     args = parser.parse_args()
-    for name, least in dict(steps=1, batch_size=1, group=2, rows=1, tokens=1, test_every=1).items():
+    for name, least in dict(steps=1, batch_size=1, group=2, rows=0, tokens=1, test_every=1,
+                            seed=0).items():
         if getattr(args, name) < least:
             raise UserError(f"--{name} {getattr(args, name)}: expected at least {least}")
     return args
 
 
 def read_prompts(path, model, sampler, tokens):
-    """The lines of a file; raises UserError for one that leaves no room for an answer."""
+    """(the lines of a file, the tokens of the longest); raises UserError for one that leaves no
+    room for an answer."""
     with open_input(path, "expected prompts, a line each") as f:
-        prompts = [line for line in f.read().decode(errors="replace").splitlines() if line.strip()]
+        try:
+            lines = f.read().decode("utf-8-sig").replace("\r\n", "\n").split("\n")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: byte {error.start} is not UTF-8: save it as UTF-8") from None
+    prompts = [line for line in lines if line.strip()]
     if not prompts:
         raise UserError(f"{path}: has no line, expected prompts, a line each")
-    longest = max(prompts, key=len)
-    if len(sampler.ids_of(longest)) + tokens > model.T:
-        raise UserError(f"{path}: {longest[:40]!r} has {len(sampler.ids_of(longest))} tokens, which"
-                        f" with --tokens {tokens} are more than the model's {model.T}")
-    return prompts
+    lengths = [len(sampler.ids_of(prompt)) for prompt in prompts]
+    if max(lengths) + tokens > model.T:
+        longest = prompts[lengths.index(max(lengths))]
+        raise UserError(f"{path}: {longest[:40]!r} has {max(lengths)} tokens, which with --tokens"
+                        f" {tokens} are more than the model's {model.T}")
+    return prompts, max(lengths)
 
 
 def read_reward(path):
@@ -221,10 +232,14 @@ def read_reward(path):
     if not os.path.isfile(path):
         raise UserError(f"--reward {path}: no such file, expected Python with reward(prompt,"
                         " answer)")
+    spec = importlib.util.spec_from_file_location("rule", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.append(os.path.dirname(os.path.abspath(path)))  # for what it imports
     try:
-        found = runpy.run_path(path).get("reward")
-    except Exception as error:  # whatever a user's file raises
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # whatever a user's file raises
         raise UserError(f"--reward {path}: {type(error).__name__}: {error}") from None
+    found = getattr(module, "reward", None)
     if not callable(found):
         raise UserError(f"--reward {path}: has no function reward(prompt, answer)")
     return found
@@ -259,9 +274,15 @@ def main():
         if not api.tokenizer:
             raise UserError(f"{args.model}: no vocabulary is beside it")
         sampler = Sampler(api, args.group, args.tokens)
-        prompts = read_prompts(args.prompts, api, sampler, args.tokens)
-        tested = read_prompts(args.test, api, sampler, args.tokens) if args.test else []
-        return Run(args, settings, api, sampler, reward, prompts, tested).go(first or 0)
+        prompts, longest = read_prompts(args.prompts, api, sampler, args.tokens)
+        tested = []
+        if args.test:
+            tested, _ = read_prompts(args.test, api, sampler, args.tokens)
+        if not args.output:
+            print("nothing is saved: there is no -o DIR")
+        args.rows = args.rows or max(1, 8192 // (longest + args.tokens))
+        run = Run(args, settings, api, sampler, reward, prompts, tested, longest + args.tokens)
+        return run.go(first or 0)
 
 
 class Run:
@@ -269,20 +290,27 @@ class Run:
 
     def __init__(self, *arguments):
         (self.args, self.settings, self.api, self.sampler, self.reward, self.prompts,
-         self.tested) = arguments
+         self.tested, T) = arguments
         self.model = self.api.model
         rows = min(self.args.rows, self.args.batch_size * self.args.group)
         several = 2 if rows < self.args.batch_size * self.args.group else 1
-        self.model.allocate_activations(rows, self.api.T)
-        self.model.allocate_training(rows, self.api.T, several)
+        self.model.allocate_activations(rows, T)
+        self.model.allocate_training(rows, T, several)
         self.best = (1e30, 0)  # minus the test's reward, its step
+        # what a resumed run must have, too
+        self.same = {name: getattr(self.args, name)
+                     for name in ("batch_size", "group", "tokens", "seed")}
 
     def go(self, first):
         if first:
             *_, marker = checkpoint_paths(self.args.output, first)
             owned = owned_by_one(self.model.optimizer, self.model.params)
             read_state(self.args.output, first, owned, go_back(marker))
-            self.best = tuple(read_notes(self.args.output, first).get("lowest", self.best))
+            notes = read_notes(self.args.output, first)
+            if notes.get("rewarded", self.same) != self.same:
+                raise UserError(f"{self.args.output}: of a run with {notes['rewarded']}, found"
+                                f" {self.same}: resume with its flags")
+            self.best = tuple(notes.get("lowest", self.best))
             print(f"resuming at step {first} from {self.args.output}")
         elif self.args.output:
             make_directory(self.args.output)
@@ -313,6 +341,8 @@ class Run:
             group = self.sampler.answer(prompt, randoms_of(args.seed, step, index, args.group))
             answers += group
             rewards.append(rewards_of(self.reward, prompt, group))
+        if all(answer.is_cut for answer in answers):
+            print(f"step {step + 1}: no answer ends within --tokens {args.tokens}", file=sys.stderr)
         rewards = np.array(rewards)  # (prompts, answers)
         advantages = (rewards - rewards.mean(1, keepdims=True)).ravel()
 
@@ -331,15 +361,16 @@ class Run:
         if not self.tested:
             return None
         found = test(self.sampler, self.reward, self.tested)
-        if -found < self.best[0]:
+        if step and -found < self.best[0]:
             self.best = -found, step
         return found
 
     def save(self, step):
         if self.args.output:
             # the newest one and the best are kept
-            notes = {"lowest": self.best if self.tested else (0.0, step), "of_patience": True,
-                     "model": self.args.model, "optimizer": self.settings.of_updates()}
+            notes = {"lowest": self.best if self.tested else (1e30, step), "of_patience": True,
+                     "rewarded": self.same, "model": self.args.model,
+                     "optimizer": self.settings.of_updates()}
             progress = Progress(step, 1, Position(0, 0, None), (0, 0, 0))
             save_checkpoint(self.settings, self.api.config, self.model.params,
                             owned_by_one(self.model.optimizer), progress, notes)

@@ -41,6 +41,26 @@ def bounded_memory(size=1 << 30):
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+def find_template(vocabulary):
+    """(the text of a vocabulary's template, or None; its tokenizer_config.json)."""
+    prefix = vocabulary.prefix
+    settings = {}
+    if isinstance(vocabulary, Folder):
+        settings = read_object(f"{prefix}tokenizer_config.json")
+    else:
+        prefix = os.fspath(vocabulary.path).removesuffix("tokenizer.bin")
+    if vocabulary.chat_template:
+        return vocabulary.chat_template, settings
+    beside = f"{prefix}chat_template.jinja"
+    if os.path.lexists(beside):
+        with open_input(beside, "mend or remove it") as f:
+            return f.read().decode(errors="replace"), settings
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, of which transformers takes one by its name
+        template = {named["name"]: named["template"] for named in template}
+    return template.get("default") if isinstance(template, dict) else template, settings
+
+
 class Template:
     """The chat template of a vocabulary."""
 
@@ -51,36 +71,16 @@ class Template:
         self.flag = flag
         self.marks = False  # whether BEGIN and END are put around what {% generation %} holds
         self.has_marks = False  # whether the template has {% generation %}
-        settings = {}
-        if isinstance(vocabulary, Folder):
-            settings = read_object(f"{vocabulary.prefix}tokenizer_config.json")
         with self.errors_as_lines(f"{model} has no chat template in tokenizer_config.json or"
                                   " chat_template.jinja"):
-            template = self.find(settings)
+            template, settings = find_template(vocabulary)
+            if not isinstance(template, str):
+                raise TypeError("expected a text, or several, one of them named 'default'")
             tokens = {name: token.get("content") if isinstance(token, dict) else token
                       for name, token in settings.items() if name.endswith("_token")}
             self.names = {name: token for name, token in tokens.items() if token
                           and isinstance(token, str)}
             self.template = self.environment().from_string(template)
-
-    def find(self, settings):
-        """The text of the template; raises TypeError if there is none."""
-        if self.vocabulary.chat_template:
-            return self.vocabulary.chat_template
-        prefix = self.vocabulary.prefix
-        if not isinstance(self.vocabulary, Folder):
-            prefix = os.fspath(self.vocabulary.path).removesuffix("tokenizer.bin")
-        beside = f"{prefix}chat_template.jinja"
-        if os.path.lexists(beside):
-            with open_input(beside, "mend or remove it") as f:
-                return f.read().decode(errors="replace")
-        template = settings.get("chat_template")
-        if isinstance(template, list):  # several, of which transformers takes one by its name
-            template = {named["name"]: named["template"] for named in template}
-        template = template.get("default") if isinstance(template, dict) else template
-        if not isinstance(template, str):
-            raise TypeError("expected a text, or several, one of them named 'default'")
-        return template
 
     @contextlib.contextmanager
     def errors_as_lines(self, what):
@@ -167,7 +167,8 @@ class Template:
         if isinstance(self.vocabulary, Gpt2):
             ids = self.vocabulary.encode(text)
             _, begins = self.vocabulary.encoding.decode_with_offsets(ids)
-            yield from zip(ids, begins, [*begins[1:], len(text)])
+            for id, begin, end in zip(ids, begins, [*begins[1:], len(text)]):
+                yield id, begin, max(end, begin + 1)  # a character may have several tokens
             return
         for at, letter in enumerate(text):
             for id in self.vocabulary.encode(letter, begin=False):
@@ -175,8 +176,8 @@ class Template:
 
     def spans(self, messages):
         """(text, [(begin, end) of the characters of each of the assistant's answers, with what ends
-        it]). Where the template does not mark them, an answer is what a rendering with it has
-        beyond one without it, which ends where it would begin. Raises NotPrefixes if these are no
+        it]). Where the template does not mark them, an answer is the text rendered up to its end,
+        without the text rendered up to where it begins. Raises NotPrefixes if these are no
         beginnings of the whole text."""
         self.marks, self.has_marks = True, False
         try:
@@ -219,7 +220,7 @@ class Template:
 
 
 class NotPrefixes(Exception):
-    """A template renders earlier messages otherwise once more follow."""
+    """A template renders messages differently when later ones follow."""
 
 
 def spans_of_marks(marked):

@@ -59,6 +59,8 @@ def messages_of(where, record):
     for number, message in enumerate(messages, 1):
         place = f"{where}: message {number}"
         fields = message if isinstance(message, dict) else {}
+        if fields.get("tool_calls"):
+            raise UserError(f"{place}: has tool_calls, which are not read: leave it out")
         role = fields.get("role", fields.get("from"))
         content = fields.get("content", fields.get("value"))
         if isinstance(content, list):  # of parts, of which a text model reads those of text
@@ -85,6 +87,7 @@ class Counts:
 
     def __init__(self):
         self.read = self.kept = self.shortened = self.targets = 0
+        self.endless = 0  # conversations whose answers end with no token that ends a text
         self.left = {}  # why -> (how many, where the first one stands)
 
     def leave(self, why, where):
@@ -93,8 +96,8 @@ class Counts:
 
 
 def tokens_of(texts, template, T, advance):
-    """([(ids, weights)] of the conversations of files, {path: whether found in a folder}, of at
-    most T tokens; Counts)."""
+    """([(ids, weights)] of the conversations of files, {path: whether found in a folder}, each of
+    at most T tokens; Counts)."""
     counts = Counts()
     kept = []
     for path, found in texts.items():
@@ -103,8 +106,8 @@ def tokens_of(texts, template, T, advance):
             try:
                 ids, weights, ends = template.tokens(messages)
             except NotPrefixes:
-                counts.leave("its template renders earlier messages otherwise once more follow,"
-                             " so that answers cannot be told", where)
+                counts.leave("its template renders messages differently when later ones follow, so"
+                             " that answers cannot be told", where)
                 continue
             except UserError as error:
                 raise UserError(f"{where}: {error}") from None
@@ -119,6 +122,7 @@ def tokens_of(texts, template, T, advance):
                 counts.shortened += 1
                 ids, weights = ids[: whole[-1]], weights[: whole[-1]]
             counts.kept += 1
+            counts.endless += ids[ends[0] - 1] not in template.vocabulary.stops
             counts.targets += sum(weights)
             kept.append((ids, weights))
     return kept, counts
@@ -162,8 +166,8 @@ def split(kept, count):
 
 
 def rows_of(kept, T, pad, times=1):
-    """(ids, weights), each (rows, T): the conversations [(ids, weights)], packed `times` times, in
-    a row in any order; what is left of a row is `pad`, without weight."""
+    """(ids, weights), each (rows, T): rows of conversations [(ids, weights)], each `times` times,
+    its conversations in any order; what is left of a row is `pad`, without weight."""
     rows = pack([len(ids) for ids, _ in kept], T)
     all_ids = np.full((times * len(rows), T), pad, np.int32)
     all_weights = np.zeros((times * len(rows), T), np.uint8)

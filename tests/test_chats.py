@@ -152,7 +152,7 @@ def test_a_template_that_changes_what_came_before(folder_of, here, run_here):
     done = run_here(prepro_text, "x.jsonl", "--chat", "--vocabulary", path, "--output", "x",
                     "--sequence_length", 64, "--val_fraction", 0)
     assert "1 conversation, " in done.stdout
-    assert ("warning: 2 conversations left out, such as x.jsonl:1: its template renders earlier"
+    assert ("warning: 2 conversations left out, such as x.jsonl:1: its template renders messages"
             in done.stderr and done.stderr.count("\n") == 1)
 
 

@@ -212,8 +212,12 @@ def test_other_wrong_input(taught, run_here):
     Path("other.txt").write_text("Z\n")
     fails("--test", "other.txt", words=("'Z'",))
     fails("-g", 1, words=("--group 1: expected at least 2",))
+    fails("--seed", -1, words=("--seed -1: expected at least 0",))
+    Path("latin.txt").write_bytes(b"a\n\xe9\n")
+    fails("--prompts", "latin.txt", words=("latin.txt: byte 2 is not UTF-8",))
     run_here(train_rl, *FLAGS, "-x", 1, "-o", "out")
     fails("-o", "out", words=("out: holds a checkpoint of step 1: resume with -y 1",))
+    fails("-o", "out", "-y", 1, "-g", 4, words=("out: of a run with", "resume with its flags"))
     assert run_here(train_rl, *FLAGS[1:], "gpt2_124M.bin", check=False).returncode == 1
 
 
