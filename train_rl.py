@@ -23,16 +23,16 @@ mean(r). So we go down the gradient of
 
 p(token) being its probability after all before it, N the number of these tokens. That is the
 cross entropy of training, with A_g as the weight of each token of an answer and 0 for those of the
-prompt. An answer that was worse than the others has a negative weight: its gradient is turned round, and
-the step lowers the logits of its tokens and raises all others, the likely ones most. If all answers
-of a group are equally good, it teaches nothing. An answer that does not end within --tokens has no
-reward, 0.
+prompt. An answer that was worse than the others has a negative weight: its gradient is turned
+round, and the step lowers the logits of its tokens and raises all others, the likely ones most. If
+all answers of a group are equally good, it teaches nothing. The reward of an answer that does not
+end within --tokens is 0.
 
 Others add to that: GRPO (https://arxiv.org/abs/2402.03300) divides A by the group's deviation,
 averages over each answer first, keeps the step near the old p by clipping their ratio, and near a
-reference by a penalty (KL). Dr. GRPO (https://arxiv.org/abs/2503.20783) shows that both divisions favor the
-wrong: long bad answers, and prompts that are nearly always or never solved. Here each update has
-answers of its own, so there is no ratio to clip.
+reference by a penalty (KL). Dr. GRPO (https://arxiv.org/abs/2503.20783) shows that both divisions
+favor the wrong: long bad answers, and prompts that are nearly always or never solved. Here each
+update has answers of its own, so there is no ratio to clip.
 """
 
 import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
