@@ -9,6 +9,7 @@
     recorder    what a training step does, as it runs: for look.py
     huggingface   models of Hugging Face's folders
     vocabulary, hf_tokenizer   text to ids and back; the tokenizers of such folders
+    chat        chat templates: a conversation's text, tokens, and which of them an assistant says
     resume      a run's checkpoints: saving one, resuming from one
     dataloader, shuffle   token files, and the order in which they are read
     logger, progress, llmc_lines   main.log and main.csv; what a run prints; llm.c's lines instead
