@@ -50,7 +50,7 @@ from llmc.files import chunks, errors_of_writing, make_directory
 from llmc.vocabulary import EOT, Folder, Letters, open_vocabulary
 from prepro import chats, reading
 from prepro.common import (add_processes, add_val_fraction, check_not_written_over, check_processes,
-                           in_processes, make_parser, output_paths, progress_bar, save_files,
+                           evenly, in_processes, make_parser, output_paths, progress_bar, save_files,
                            val_tokens)
 from prepro.encodings import NotText
 from prepro.reading import documents, find_texts
@@ -398,14 +398,14 @@ def save(parts, vocabulary, args):
 
 def draw_to_the_end(tokens, eot, most):
     """Move whole documents, from all over the text, of `most` tokens together, to its end; returns
-    how many tokens they have. Multiples of the golden ratio spread them evenly. Of a text whose
-    documents are longer than most / 4, the end stays what it is, `most` tokens."""
+    how many tokens they have. Of a text whose documents are longer than most / 4, the end stays
+    what it is, `most` tokens."""
     pieces = itertools.accumulate(map(len, chunks(tokens)), initial=0)
     starts = np.concatenate([begin + np.flatnonzero(piece["id"] == eot)
                              for begin, piece in zip(pieces, chunks(tokens))])
     lengths = np.diff(starts, append=len(tokens))
     short = np.flatnonzero(lengths <= most // 4)
-    order = short[np.argsort(short.astype(np.uint32) * np.uint32(2654435769), kind="stable")]
+    order = evenly(short)
     drawn = np.sort(order[np.cumsum(lengths[order]) <= most])
     if lengths[drawn].sum() < max(1, most // 2):
         return most

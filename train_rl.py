@@ -51,7 +51,7 @@ from llmc.api import load
 from llmc.chat import Template, find_template
 from llmc.checkpoint import Progress, owned_by_one
 from llmc.errors import Interruption, Parser, UserError, run_main
-from llmc.files import locked, make_directory, open_input
+from llmc.files import locked, make_directory, open_input, replacing
 from llmc.loop import check_update
 from llmc.resume import (checkpoint_paths, find_checkpoint, go_back, read_notes, read_state,
                          save_checkpoint, stopped)
@@ -263,9 +263,10 @@ def test(sampler, reward, prompts):
 def main():
     warnings.simplefilter("ignore", RuntimeWarning)  # check_update stops at what is not finite
     args = parse_arguments()
-    settings = Settings(output=args.output, resume=args.resume, patience=1, weight_decay=0.0,
-                        B=args.batch_size, T=args.tokens, beta2=0.95, grad_clip=args.grad_clip,
-                        learning_rate=args.learning_rate)
+    # patience: the newest checkpoint and the best are kept
+    chosen = dict(output=args.output, resume=args.resume, patience=1, weight_decay=0.0, beta2=0.95,
+                  grad_clip=args.grad_clip, learning_rate=args.learning_rate)
+    settings = Settings(**chosen)
     reward = read_reward(args.reward)
     with locked(settings.output_dir):
         first = find_checkpoint(settings) if settings.output_dir else None
@@ -273,6 +274,7 @@ def main():
         api = load(start)
         if not api.tokenizer:
             raise UserError(f"{args.model}: no vocabulary is beside it")
+        settings = api.model.Settings(**chosen)  # its optimizer's
         sampler = Sampler(api, args.group, args.tokens)
         prompts, longest = read_prompts(args.prompts, api, sampler, args.tokens)
         tested = []
@@ -367,7 +369,6 @@ class Run:
 
     def save(self, step):
         if self.args.output:
-            # the newest one and the best are kept
             notes = {"lowest": self.best if self.tested else (1e30, step), "of_patience": True,
                      "rewarded": self.same, "model": self.args.model,
                      "optimizer": self.settings.of_updates()}
@@ -380,9 +381,10 @@ class Run:
         if self.args.output:
             path = os.path.join(self.args.output, "rewards.csv")
             rows = open(path).readlines()[1:] if first and os.path.exists(path) else []
-            self.log = open(path, "w", buffering=1)
-            self.log.write(",".join(COLUMNS) + "\n")
-            self.log.writelines(row for row in rows if int(row.split(",")[0]) <= first)
+            kept = [row for row in rows if int(row.split(",")[0]) <= first]
+            with replacing(path) as f:
+                f.write("".join([",".join(COLUMNS) + "\n", *kept]).encode())
+            self.log = open(path, "a", buffering=1)
 
     def report(self, step, row, tested):
         if tested is not None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from llmc.chat import NotPrefixes
 from llmc.errors import UserError
+from prepro.common import evenly
 from prepro.reading import is_parquet, parse_json, read_array, read_lines, read_text, records_of
 
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
@@ -155,9 +156,7 @@ def pack(lengths, T):
 def split(kept, count):
     """(conversations to train on, those to validate on): the latter from all over, of about `count`
     tokens, at least one unless that is 0."""
-    # multiples of the golden ratio, modulo 2^32
-    order = np.argsort(np.arange(len(kept), dtype=np.uint32) * np.uint32(2654435769),
-                       kind="stable")
+    order = evenly(np.arange(len(kept)))
     ends = np.cumsum([len(kept[i][0]) for i in order])
     drawn = set(order[: max(1, int(np.searchsorted(ends, count, "right")))].tolist() if count
                 else [])

@@ -163,6 +163,12 @@ def end_with_parent():
     os._exit(1)
 
 
+def evenly(numbers):
+    """The numbers (n,) in an order of which every first part is from all over: by their multiples
+    of the golden ratio, modulo 2^32."""
+    return numbers[np.argsort(numbers.astype(np.uint32) * np.uint32(2654435769), kind="stable")]
+
+
 def save_tokens(val, train, vocabulary, args):
     """Write PREFIX_val.bin, PREFIX_train.bin and the vocabulary. val, train: lists of integer
     arrays."""

@@ -12,8 +12,11 @@ torch = pytest.importorskip("torch")
 
 import prepro_text
 import train_gpt2
+import train_llama3
 import train_rl
-from conftest import ROOT, SMALL, assert_one_line_error, make_model, random_params, remove_after
+import train_speedrun
+from conftest import (ROOT, SMALL, assert_one_line_error, make_model, random_params, remove_after,
+                      trainer_of)
 from llmc.api import load
 from llmc.tensors import flat
 from reference import collect_gradients, to_reference
@@ -224,3 +227,14 @@ def test_other_wrong_input(taught, run_here):
 def test_the_sums_of_the_documents():
     sums = train_rl.read_reward(ROOT / "doc" / "sums.py")
     assert sums("07+45=", "052") == 1 and sums("07+45=", "52") == sums("99+99=", "199") == 0
+
+
+@pytest.mark.parametrize("page, size", (("train_llama3", "l2"), ("train_speedrun", "s2")))
+def test_other_models_learn_by_their_own_optimizers(taught, run_here, page, size):
+    """And resume, with Muon's state."""
+    trainer = {"train_llama3": train_llama3.Llama3, "train_speedrun": train_speedrun.Speedrun}[page]
+    run_here(trainer_of(trainer),
+             *f"-e {size} -i talks -t 8 -b 8 -x 4 -v 0 -s 0 -o {size}".split())
+    flags = size, *FLAGS[1:], "-v", 1, "-o", "out"
+    run_here(train_rl, *flags, "-x", 1)
+    assert run_here(train_rl, *flags, "-x", 2, "-y", 1).stdout.startswith("resuming at step 1")
