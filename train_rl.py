@@ -43,6 +43,7 @@ import os
 import sys
 import time
 import warnings
+from importlib.machinery import SourceFileLoader
 from typing import NamedTuple
 
 import numpy as np
@@ -232,11 +233,11 @@ def read_reward(path):
     if not os.path.isfile(path):
         raise UserError(f"--reward {path}: no such file, expected Python with reward(prompt,"
                         " answer)")
-    spec = importlib.util.spec_from_file_location("rule", path)
-    module = importlib.util.module_from_spec(spec)
+    loader = SourceFileLoader("rule", os.fspath(path))  # whatever the file's name ends in
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("rule", loader))
     sys.path.append(os.path.dirname(os.path.abspath(path)))  # for what it imports
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whatever a user's file raises
         raise UserError(f"--reward {path}: {type(error).__name__}: {error}") from None
     found = getattr(module, "reward", None)
@@ -267,6 +268,7 @@ def main():
     chosen = dict(output=args.output, resume=args.resume, patience=1, weight_decay=0.0, beta2=0.95,
                   grad_clip=args.grad_clip, learning_rate=args.learning_rate)
     settings = Settings(**chosen)
+    settings.check()
     reward = read_reward(args.reward)
     with locked(settings.output_dir):
         first = find_checkpoint(settings) if settings.output_dir else None

@@ -34,7 +34,9 @@ def conversations(path, found, advance):
         if isinstance(record, str):
             if not record.strip():
                 continue
-            record = parse_json(record)
+            text, record = record, parse_json(record)
+            if record is None:
+                raise UserError(f"{where}: not JSON, found {text[:40]!r}: mend or remove the line")
         yield where, messages_of(where, record)
 
 

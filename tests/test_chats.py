@@ -178,6 +178,12 @@ def test_formats(here, record, is_array):
     assert found and all(messages == TALK for _, messages in found)
 
 
+def test_a_line_that_is_no_json(here, run_here):
+    Path("x.jsonl").write_text(f"{json.dumps({'messages': TALK})}\n{{'messages': [\n")
+    run_here(prepro_text, "x.jsonl", "--chat", "--vocabulary", "bytes",
+             fails=("x.jsonl:2: not JSON",))
+
+
 @pytest.mark.parametrize("record, words", (
     ({"messages": say("assistant")}, ":2: message 1: assistant after nothing, expected one of user"),
     ({"messages": say("user", "user")}, "message 2: user after user"),
