@@ -264,7 +264,7 @@ KERNEL_FAULTS = {
     "FP8: rows 48 .. 63 of each 64 are not among the largest": (
         "fp8.cuh", "if (threadIdx.x % 32 > 0) return;",
         "if (threadIdx.x % 32 > 0 || threadIdx.x % 128 == 96) return;",
-        "dfcw", "cuda-fp8"),
+        "dfcprojw", "cuda-fp8"),
 }
 
 
