@@ -34,7 +34,7 @@ import warnings
 import numpy as np
 
 from llmc.checkpoint import padded
-from llmc.dataloader import total_weight
+from llmc.dataloader import NO_TARGETS, total_weight
 from llmc.errors import run_main
 from llmc.files import MODEL_MAGIC, STATE_MAGIC, locked, make_header
 from llmc.loop import Loop, Saver, Update, check_update
@@ -930,7 +930,7 @@ def train_step(model, loader, settings, step):
     batches = [loader.next_batch() for _ in range(settings.micro_steps)]
     total = total_weight(batches)
     if total == 0.0:
-        return Update(0.0, 0.0, time.perf_counter() - start, "none of its targets has a weight")
+        return Update(0.0, 0.0, time.perf_counter() - start, NO_TARGETS)
     loss = 0.0
     for micro_step, batch in enumerate(batches):
         loss += model.forward(*batch, total=total) / (1 if total else settings.micro_steps)

@@ -13,8 +13,7 @@ driver and pip packages, no CUDA toolkit.
 
 A step is one CUDA graph, from the copy of the batch out of pinned memory to AdamW. The host prints
 a step's loss while the next one runs. Results are bit-identical from run to run, across a resume,
-and on 1, 2 and 4 GPUs (by construction also on 8 and 16, where it has not been run): every sum has
-a fixed order, and no floats are added by atomic operations.
+and on 1, 2 and 4 GPUs: every sum has a fixed order, and no floats are added by atomic operations.
 
 This page has settings, tables of tensors, launches, the optimizer, the model and main. What
 surrounds a step (buffers, batches, reports) is in llmc/gpu/trainer.py, what happens between steps
@@ -119,8 +118,7 @@ class CudaSettings(Settings):
 
 
 def resolve_auto(settings, arch):
-    """A copy of the settings with this GPU's dtype, tf32 and recompute; raises UserError for what
-    it lacks."""
+    """A copy of the settings, resolved for this GPU; raises UserError for what it lacks."""
     settings = dataclasses.replace(settings)
     if settings.arch != "native" and not has_bfloat16(arch):
         raise UserError(f"--arch {settings.arch}: this GPU is {arch}")
@@ -416,18 +414,19 @@ def column_sums(device, jobs):
     device.launch("column_sums", grid, (g.COLUMN_SUMS_THREADS,), device.upload(table))
 
 
-def classifier(device, losses, logits, targets, dloss, write_gradient, B, T):
+def classifier(device, losses, logits, targets, weights, dloss, write_gradient, B, T):
     """losses (B,T) = cross entropy of the logits (B,T,Vp), which with write_gradient become their
-    gradient times dloss; targets (B,T) int32."""
+    gradient times dloss * weights; targets (B,T) int32, weights (B,T) float32."""
     rows = device.geometry.CLASSIFIER_ROWS_ON_CHIP
     grid = min(rows * device.sm_count, B * T) if rows else B * T
     device.launch("classifier", (grid,), (device.geometry.CLASSIFIER_THREADS,), losses, logits,
-                  targets, float(dloss), int(write_gradient), B * T)
+                  targets, weights, float(dloss), int(write_gradient), B * T)
 
 
-def loss_mean(device, loss, losses, scale, N):
-    """loss (1,) = the sum of losses (N,) times scale."""
-    device.launch("loss_mean", (1,), (device.geometry.UPDATE_LOSS_THREADS,), loss, losses, scale, N)
+def loss_mean(device, loss, losses, weights, scale, N):
+    """loss (1,) = the sum of weights * losses, both (N,), times scale."""
+    device.launch("loss_mean", (1,), (device.geometry.UPDATE_LOSS_THREADS,), loss, losses, weights,
+                  scale, N)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -462,14 +461,14 @@ def global_norm(device, partials, sums, gradients, chunks, rank_count):
                   (device.geometry.UPDATE_THREADS,), partials, sums, gradients, chunks, rank_count)
 
 
-def prepare_update(device, control, reports, scalars, learning_rate, recent, settings):
-    """control = the step's number; Adam's rate and eps; the clip factor; whether to skip. The
-    host's next report = loss, norm, z-scores. scalars: losses (micro_steps,), then
-    global_norm's partials; learning_rate (1,); recent (2,) RECENT: losses, norms."""
+def prepare_update(device, control, reports, scalars, rate_and_scale, recent, settings):
+    """control = the step's number; Adam's rate and eps; the gradients' factor; whether to skip. The
+    host's next report = loss, norm, z-scores. scalars: losses (micro_steps,), then global_norm's
+    partials; rate_and_scale (2,): see batch_table; recent (2,) RECENT: losses, norms."""
     s = settings
     losses, partials = scalars, scalars[s.micro_steps :]
     device.launch("prepare_update", (1,), (device.geometry.UPDATE_THREADS,),
-                  control, pointer(reports), losses, partials, learning_rate,
+                  control, pointer(reports), losses, partials, rate_and_scale,
                   np.float64(s.beta1), np.float64(s.beta2), np.float64(s.eps), s.grad_clip,
                   s.micro_steps, scalars.size - s.micro_steps, recent,
                   s.skip_loss_zscore, s.skip_norm_zscore)
@@ -562,9 +561,9 @@ class AdamW:
             self.norm_of(group)
         self.messages.add_up(self.scalars, self.own_scalars)
 
-    def prepare_update(self, learning_rate, reports):
-        prepare_update(self.device, self.control, reports, self.scalars, learning_rate, self.recent,
-                       self.settings)
+    def prepare_update(self, rate_and_scale, reports):
+        prepare_update(self.device, self.control, reports, self.scalars, rate_and_scale,
+                       self.recent, self.settings)
 
     def update(self):
         for group in self.messages.update_groups:
@@ -750,14 +749,15 @@ class GPT2:
         residual_layernorm_forward(device, top.residual3, acts.lnf, acts.lnf_mean, acts.lnf_rstd,
                                    top.residual2, branch, params.lnfw, params.lnfb, B, T, C)
 
-    def classify(self, acts, targets, loss, scale, train):
-        """loss (1,) = the sum of acts.losses times scale; with `train`, the logits are overwritten
-        with their gradient. Returns an event for the loss, which the side stream sums."""
+    def classify(self, acts, targets, weights, loss, scale, train):
+        """loss (1,) = the sum of weights * acts.losses, times scale; with `train`, the logits become
+        their gradient. Returns an event for the loss, which the side stream sums."""
         self.linear("logits").forward(acts.logits, acts.lnf)
         dloss = self.linears.dlogits_scale(scale)
-        classifier(self.device, acts.losses, acts.logits, targets, dloss, train, acts.B, acts.T)
+        classifier(self.device, acts.losses, acts.logits, targets, weights, dloss, train, acts.B,
+                   acts.T)
         with self.device.beside(self.device.side) as loss_done:
-            loss_mean(self.device, loss, acts.losses, scale, acts.B * acts.T)
+            loss_mean(self.device, loss, acts.losses, weights, scale, acts.B * acts.T)
         return loss_done
 
     def backward(self, acts, by_token, scale):
@@ -853,14 +853,15 @@ class GPT2:
     # -- the step; `trainer` holds the buffers
 
     def micro_step(self, trainer, i, batch_copied=None):
-        """Forward and backward of micro-batch i; writes its loss and self.grads. batch_copied:
-        event after which targets and sorted positions are on the GPU."""
+        """Forward and backward of micro-batch i; writes its loss and self.grads. batch_copied: event
+        after which all but the inputs is on the GPU."""
         batch, acts, optimizer = trainer.batch, trainer.acts, trainer.optimizer
         scale = 1.0 / (self.settings.B * self.settings.T * self.settings.micro_steps)
         with self.device.span(f"forward {i}"):
             self.trunk(acts, batch.inputs[i])
             self.device.wait(batch_copied)
-            self.classify(acts, batch.targets[i], optimizer.loss_place(i), scale, train=True)
+            self.classify(acts, batch.targets[i], batch.weights[i], optimizer.loss_place(i), scale,
+                          train=True)
 
         if i > 0:  # after the forward pass, during which gradients travel between GPUs
             optimizer.accumulate(i - 1)
@@ -877,7 +878,7 @@ class GPT2:
         # what follows the inputs in batch_table is copied while the forward pass runs
         copy = functools.partial(copy_batch, device, batch.buffer, trainer.pinned,
                                  trainer.optimizer.control)
-        end_of_inputs = batch.learning_rate.size + batch.inputs.size
+        end_of_inputs = batch.rate_and_scale.size + batch.inputs.size
         copy(0, end_of_inputs)
         with device.beside(device.side) as batch_copied:
             copy(end_of_inputs, batch.buffer.nbytes // 4)
@@ -892,7 +893,7 @@ class GPT2:
         """From the gradients to new weights, and the report."""
         optimizer = trainer.optimizer
         optimizer.global_norm()
-        optimizer.prepare_update(trainer.batch.learning_rate, trainer.reports)
+        optimizer.prepare_update(trainer.batch.rate_and_scale, trainer.reports)
         optimizer.update()
         self.linears.update_ends(self.messages)
 
@@ -936,9 +937,7 @@ def run(architecture, settings, ranks):
         loop.train_loader.read_ahead(1)
         trainer.prepare(loop.train_loader.ahead[0][0])  # changes no weight
 
-        # Between updates, `loop` validates, samples, saves and stops; an update is reported while
-        # the next one runs.
-        for step in loop:
+        for step in loop:  # between updates, it validates, samples, saves and stops
             batches = [loop.train_loader.next_batch() for _ in range(settings.own_micro_steps)]
             number = trainer.begin_step(batches, learning_rate_at(settings, step))
             loop.report_later(step, functools.partial(trainer.end_step, number))

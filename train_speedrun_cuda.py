@@ -137,17 +137,19 @@ def matmul_qknorm_forward(device, linear, qkv, rstd, inp, rope, B, T, NH, HS):
     device.launch("qknorm_forward", grid, (BLOCK_THREADS,), qkv, rstd, rope, scale, EPS, B * T, T)
 
 
-def classifier(device, losses, logits, partials, targets, dloss, factor, write_gradient, N):
+def classifier(device, losses, logits, partials, targets, weights, dloss, factor, write_gradient,
+               N):
     """GPT-2's, of capped logits; with write_gradient, partials (n,Vp) =, for column_sums: of
     dlogits * factor."""
     g = device.geometry
     if g.CAPPED_CLUSTER:
         device.launch("classifier_capped", (len(partials) * g.CAPPED_CLUSTER,),
                       (WARP * g.CAPPED_WARPS,), losses, logits, partials, float(factor), targets,
-                      float(dloss), int(write_gradient), N)
+                      weights, float(dloss), int(write_gradient), N)
         return
 
-    train_gpt2_cuda.classifier(device, losses, logits, targets, dloss, write_gradient, 1, N)
+    train_gpt2_cuda.classifier(device, losses, logits, targets, weights, dloss, write_gradient, 1,
+                               N)
     if write_gradient:
         grid = blocks(logits.shape[-1], WARP * pack(logits)), len(partials)
         device.launch("logits_bias_backward", grid, (WARP, ROW_GROUPS), partials, logits,
@@ -362,15 +364,15 @@ class Speedrun(GPT2):
         residual_rmsnorm_forward(device, residual, acts.lnf, acts.lnf_rstd, below, addend,
                                  params.lnfw, EPS, B, T, C)
 
-    def classify(self, acts, targets, loss, scale, train):
+    def classify(self, acts, targets, weights, loss, scale, train):
         """GPT-2's; with `train`, the partial sums of the classifier's bias gradient, too."""
         N = acts.B * acts.T
         dloss = self.linears.dlogits_scale(scale)
         self.linear("logits").forward(acts.logits, acts.lnf)
-        classifier(self.device, acts.losses, acts.logits, acts.headb_partials, targets, dloss,
-                   scale / dloss, train, N)
+        classifier(self.device, acts.losses, acts.logits, acts.headb_partials, targets, weights,
+                   dloss, scale / dloss, train, N)
         with self.device.beside(self.device.side) as loss_done:
-            loss_mean(self.device, loss, acts.losses, scale, N)
+            loss_mean(self.device, loss, acts.losses, weights, scale, N)
         return loss_done
 
     def backward(self, acts, by_token, scale):

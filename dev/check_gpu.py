@@ -230,7 +230,7 @@ def run_on_gpu(trainer, inputs, targets):
         model.trunk(acts, batch.inputs[0])
         poison(device.stream, acts.logits)  # the forward pass keeps other rows in this memory
         recorder.watch({("logits", None): acts.logits})
-        model.classify(acts, batch.targets[0], trainer.loss, 1 / N, train=1)
+        model.classify(acts, batch.targets[0], batch.weights[0], trainer.loss, 1 / N, train=1)
         recorder.watch(rows_of(trainer.grads, trainer.grads.table, "d"))
         model.backward(acts, sorted_tokens(batch, 0), 1 / N)
         device.observer = None

@@ -2,12 +2,12 @@
 // gradient.
 //
 //     losses[n] = log(sum over v of exp(logits[n,v])) - logits[n,targets[n]]               losses =
-//     logits[n,v] = (softmax(logits[n])[v] - (v is the target)) * dloss, 0 for v >= V      logits = (if write_gradient)
+//     logits[n,v] = (softmax(logits[n])[v] - (v is the target)) * dloss * weights[n]       logits = (*)
 //
-// logits (N,Vp), whose columns V .. Vp-1 come from the padding of wte; losses (N) float32; targets
-// (N) int32. In FP8 runs, the gradient is in E5M2, stochastically rounded, in the order of fp8.cuh,
-// in the first half of each row's bytes. With MODEL_CAP, the logits z are first capped (cap.cuh);
-// the gradient is that of z.
+// (*) if write_gradient; from V on, 0. logits (N,Vp), whose columns V .. Vp-1 come from the padding
+// of wte; losses, weights (N) float32; targets (N) int32. In FP8 runs, the gradient is in E5M2,
+// stochastically rounded, in the order of fp8.cuh, in the first half of each row's bytes. With
+// MODEL_CAP, the logits z are first capped (cap.cuh); the gradient is that of z.
 //
 // Bound by bytes: a row is read from memory once and written once. On Hopper, if shared memory has
 // room for a row (it holds two of 50304 bfloat16 logits), TMA loads and stores rows in parts, and
@@ -150,15 +150,15 @@ __device__ inline MaxAndSum add_part(MaxAndSum so_far, Packs& packs, bool write_
 }
 
 // Write the gradient of part s to the row; packs: logits or, if KEEPS, their exponentials. scale:
-// dloss / the row's sum; offset: offset_of the row's maximum and log2(scale); largest_then: this
-// thread's maximum so far when it had merged part s; target_logit: before the cap, of the thread
-// that has the target.
+// dloss, which has the sign of the row's weight, / the row's sum; offset: offset_of the row's
+// maximum and log2(|scale|); largest_then: this thread's maximum so far when it had merged part s;
+// target_logit: before the cap, of the thread that has the target.
 __device__ inline void write_gradient_part(dlogit* row, const Packs& packs, int s, float offset,
                                            float scale,
                                            float largest_then, int target, float target_logit,
                                                float dloss,
                                            Rounding& rounding) {
-    const float factor = scaled_exp(largest_then, offset, scale);
+    const float factor = copysignf(scaled_exp(largest_then, offset, scale), scale);
 #pragma unroll
     for (int i = 0; i < LOADS_AT_ONCE; i++) {
         const int v = begin_of(s, i);
@@ -169,7 +169,7 @@ __device__ inline void write_gradient_part(dlogit* row, const Packs& packs, int 
 #pragma unroll
         for (int k = 0; k < PACK; k++) {
             x.x[k] = KEEPS ? x.x[k] * factor
-                : cap_slope(x.x[k]) * scaled_exp(capped(x.x[k]), offset, scale);
+                : cap_slope(x.x[k]) * copysignf(scaled_exp(capped(x.x[k]), offset, scale), scale);
         }
         if (has_target(v, target)) {
 #pragma unroll
@@ -198,8 +198,8 @@ constexpr int STORES_IN_FLIGHT = 2;  // slices being stored while the next row r
 // Block (THREADS); grid (BLOCKS per multiprocessor). Shared memory: a row, or its SHARED_PARTS.
 // Warps meet for its sum.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-classifier(float* losses, element* logits, const int* targets, float dloss, int write_gradient,
-           int N) {
+classifier(float* losses, element* logits, const int* targets, const float* weights, float dloss,
+           int write_gradient, int N) {
     extern __shared__ uint4 shared[];
     __shared__ Mbarrier barriers[WARPS][SHARED_PARTS];
     element* const row = reinterpret_cast<element*>(shared);
@@ -266,12 +266,13 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
         const MaxAndSum whole = block_merge(so_far, parity);
         if (has_the_target) losses[n] = loss_of(whole, target_logit);
         if (write_gradient) {
-            const float scale = dloss / whole.sum, offset = offset_of(whole.largest, log2f(scale));
+            const float of_row = dloss * weights[n], scale = of_row / whole.sum;
+            const float offset = offset_of(whole.largest, log2f(fabsf(scale)));
             Rounding rounding(threadIdx.x, scale, target);
             if (HOLDS) {
                 write_gradient_part(global_dlogits, held, PARTS - 1, offset, scale,
                                     largest_then[PARTS - 1], target,
-                                    target_logit, dloss, rounding);
+                                    target_logit, of_row, rounding);
             }
 #pragma unroll
             for (int s = 0; s < SHARED_PARTS; s++) {
@@ -288,7 +289,7 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
                 dlogit* const slice = reinterpret_cast<dlogit*>(slices + s * PART);
                 write_gradient_part(slice - s * PART - warp * SLICE, packs, s, offset, scale,
                                     largest_then[s], target,
-                                    target_logit, dloss, rounding);
+                                    target_logit, of_row, rounding);
                 fence_for_async();
                 __syncwarp();
                 if (is_lane_0) {
@@ -319,8 +320,8 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
 
 // Block (THREADS); grid (N).
 extern "C" __global__ void __launch_bounds__(THREADS)
-classifier(float* losses, element* logits, const int* targets, float dloss, int write_gradient,
-           int N) {
+classifier(float* losses, element* logits, const int* targets, const float* weights, float dloss,
+           int write_gradient, int N) {
     const int n = blockIdx.x, target = targets[n];
     element* const row = logits + int64(n) * Vp;
     const float target_logit = owns_target(target) ? to_float(row[target]) : 0.0f;
@@ -334,11 +335,12 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
     const MaxAndSum whole = block_merge(so_far, 0);
     if (owns_target(target)) losses[n] = loss_of(whole, target_logit);
     if (!write_gradient) return;
-    const float scale = dloss / whole.sum, offset = offset_of(whole.largest, log2f(scale));
+    const float of_row = dloss * weights[n], scale = of_row / whole.sum;
+    const float offset = offset_of(whole.largest, log2f(fabsf(scale)));
     Rounding rounding(threadIdx.x, scale, target);
     for (int s = PARTS - 1; s >= 0; s--) {
         load_part(packs, row, s);
-        write_gradient_part(row, packs, s, offset, scale, 0.0f, target, target_logit, dloss,
+        write_gradient_part(row, packs, s, offset, scale, 0.0f, target, target_logit, of_row,
                             rounding);
     }
 }

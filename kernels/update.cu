@@ -1,7 +1,7 @@
 // From the losses and gradients of a step to the new weights.
 //
 //     copy_batch      copies 4-byte words of the batch from the host's pinned memory       batch =
-//     loss_mean       loss = the sum of losses, times scale: their mean                    loss =
+//     loss_mean       loss = the sum of weights * losses, times scale                      loss =
 //     add_gradients   sums += the gradients of a micro-batch of each rank                  sums = (+= if not first)
 //     global_norm     partials[chunk] = the sum of squares of the gradients of a chunk     partials =
 //     prepare_update  computes what all threads of adamw_update need; reports to the host  control =, reports =,
@@ -46,12 +46,12 @@ extern "C" __global__ void copy_batch(int* batch, const int* pinned, const Contr
     if (i < end) batch[i] = pinned[control->steps_begun % 2 * words + i];
 }
 
-// One block (UPDATE_LOSS_THREADS). loss (1), losses (N). scale: 1 / (N * micro-batches in the
-// update).
+// One block (UPDATE_LOSS_THREADS). loss (1), losses, weights (N). scale: without weights, 1 / (N *
+// micro-batches in the update).
 extern "C" __global__ void __launch_bounds__(UPDATE_LOSS_THREADS)
-loss_mean(float* loss, const float* losses, float scale, int N) {
+loss_mean(float* loss, const float* losses, const float* weights, float scale, int N) {
     float sum = 0.0f;
-    for (int i = threadIdx.x; i < N; i += UPDATE_LOSS_THREADS) sum += losses[i];
+    for (int i = threadIdx.x; i < N; i += UPDATE_LOSS_THREADS) sum += weights[i] * losses[i];
     sum = block_sum(sum);
     if (threadIdx.x == 0) *loss = sum * scale;
 }
@@ -100,37 +100,38 @@ __device__ inline float z_score(Recent* recent, float x) {
 }
 
 // One block (THREADS). losses (micro_steps): of the micro-batches, each divided by their number.
-// partials (chunks); chunks = 0: the norm is not computed. grad_clip = 0: no clipping. skip_loss,
-// skip_norm: z-scores, among the `recent` losses and norms, above which an update is an outlier and
-// is skipped (0: none is).
+// partials (chunks); chunks = 0: the norm is not computed. rate_and_scale (2): the learning rate;
+// what losses and gradients are multiplied by, 0 if no target has a weight: then the update is
+// skipped. grad_clip = 0: no clipping. skip_loss, skip_norm: z-scores, among the `recent` losses
+// and norms, above which an update is an outlier and is skipped, too (0: none is).
 extern "C" __global__ void __launch_bounds__(THREADS)
 prepare_update(Control* control, Report* reports, const float* losses, const float* partials,
-               const int* batch,
-               double beta1, double beta2, double eps, float grad_clip, int micro_steps, int chunks,
-                   Recent* recent,
-               float skip_loss, float skip_norm) {
+               const float* rate_and_scale, double beta1, double beta2, double eps,
+               float grad_clip, int micro_steps, int chunks, Recent* recent, float skip_loss,
+               float skip_norm) {
+    const float learning_rate = rate_and_scale[0], scale = rate_and_scale[1];
     float squares = 0.0f;
 #pragma unroll 8
     for (int i = threadIdx.x; i < chunks; i += THREADS) squares += partials[i];
-    const float norm = sqrtf(block_sum(squares));
+    const float norm = sqrtf(block_sum(squares)) * scale;
     if (threadIdx.x > 0) return;
     float loss = losses[0];
     for (int i = 1; i < micro_steps; i++) loss += losses[i];
-    const float learning_rate = __int_as_float(batch[0]);
+    loss *= scale;
     Report report = {loss, norm, 0.0f, 0.0f};
-    if (skip_loss || skip_norm) {
+    if (scale && (skip_loss || skip_norm)) {
         report.loss_z = z_score(&recent[0], loss);
         report.norm_z = z_score(&recent[1], norm);
     }
-    control->skipped = skip_loss && report.loss_z > skip_loss || skip_norm
-        && report.norm_z > skip_norm;
+    control->skipped = !scale || skip_loss && report.loss_z > skip_loss
+        || skip_norm && report.norm_z > skip_norm;
     if (!isfinite(loss) || !isfinite(norm) && !control->skipped) control->halted = 1;
     if (!control->halted) control->step += 1;
     const double correction2 = sqrt(1.0 - pow(beta2, double(control->step)));
     control->rate = learning_rate * correction2 / (1.0 - pow(beta1, double(control->step)));
     control->eps = eps * correction2;
     control->learning_rate = learning_rate;
-    control->grad_scale = grad_clip > 0.0f && norm > grad_clip ? grad_clip / norm : 1.0f;
+    control->grad_scale = scale * (grad_clip > 0.0f && norm > grad_clip ? grad_clip / norm : 1.0f);
     reports[control->steps_begun % 2] = report;
     control->steps_begun += 1;
 }

@@ -13,7 +13,7 @@ struct Control {
     float rate;         // learning_rate * sqrt(1 - beta2^t) / (1 - beta1^t), t counted from 1
     float eps;          // eps * sqrt(1 - beta2^t)
     float learning_rate;
-    float grad_scale;   // what clipping multiplies the gradients by
+    float grad_scale;   // what gradients are multiplied by: the batch's scale, and by clipping
     int halted;         // a loss or norm was not finite: the weights no longer change
     int skipped;        // this update is an outlier
 };

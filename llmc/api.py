@@ -173,10 +173,9 @@ class Model:
         sum of weights * losses over `total`, by default the sum of the weights."""
         self.make_room(*self.check(inputs, targets))
         self.batch = np.asarray(inputs), np.asarray(targets)
-        if weights is None and total is None:
-            return self.model.forward(*self.batch)
-        weights = self.check_weights(np.shape(inputs), weights, total)
-        return self.model.forward(*self.batch, weights, total)
+        if weights is not None or total is not None:
+            self.batch += self.check_weights(np.shape(inputs), weights, total), total
+        return self.model.forward(*self.batch)
 
     def backward(self):
         """Compute the gradients of the last forward pass's loss."""
@@ -289,9 +288,6 @@ class GpuModel(Model):
 
     def draw(self, *arguments):
         return self.model.decoder.draw(*arguments)
-
-    def check_weights(self, *_):
-        raise UserError("weights: on a CPU alone so far: load the model without gpu=True")
 
     def make_room(self, B, T):
         if B > self.settings.B or T > self.T:

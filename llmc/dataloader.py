@@ -326,6 +326,9 @@ class DataLoader:
         return tokens[:, :-1], tokens[:, 1:], weights.astype(np.float32)
 
 
+NO_TARGETS = "none of its targets has a weight"  # why an update is skipped
+
+
 def total_weight(batches):
     """The sum of all weights of an update's batches; None if they have none."""
     if len(batches[0]) == 2:

@@ -60,10 +60,6 @@ class Loop(contextlib.AbstractContextManager):
         self.config, self.params, self.model_path = read_start(settings, self.first_step, self.tokenizer, architecture)
         self.parameters = sum(tensor.size for tensor in unpadded(self.params, self.config.V))
         self.train_loader, self.val_loader = open_data(settings, self.config.V, ranks.rank, ranks.size)
-        for loader in filter(None, (self.train_loader, self.val_loader)):
-            if resolve and loader.has_weights:
-                raise UserError(f"{loader.shards[0].weights}: weights of targets are for a CPU so"
-                                f" far: python {architecture.Config.__module__}.py")
         if ranks.is_first and settings.sample_every and not self.tokenizer:
             print(f"warning: no gpt2_tokenizer.bin: samples are printed as token ids; {EXPORT}",
                   file=sys.stderr)

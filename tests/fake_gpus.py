@@ -42,10 +42,11 @@ def copy_batch(batch, pinned, control, words, begin, end):
     batch.view(np.int32)[begin:end] = half[begin:end]
 
 
-def classifier(losses, logits, targets, dloss, write_gradient, N):
+def classifier(losses, logits, targets, weights, dloss, write_gradient, N):
     losses[...] = np.float32(targets.sum() % 97) / 9
     if write_gradient:
         here.trainer.fake_targets = targets
+        here.trainer.fake_weight = weights.sum()
 
 
 def layernorm_backward(*arguments):
@@ -56,12 +57,13 @@ def layernorm_backward(*arguments):
         grads = flat(here.trainer.grads)
         rng = np.random.default_rng(int(targets.sum()) + 1)
         grads[...] = stored(rng.standard_normal(grads.size, np.float32)
-                            * np.float32(rng.uniform(0.01, 1.0)), grads)
+                            * np.float32(rng.uniform(0.01, 1.0) * here.trainer.fake_weight), grads)
         here.trainer.grads.wte[here.trainer.config.V :] = 0  # of padding
 
 
-def loss_mean(loss, losses, scale, N):
-    loss[...] = losses.reshape(-1)[:N].sum(dtype=np.float32) * scale
+def loss_mean(loss, losses, weights, scale, N):
+    weighed = losses.reshape(-1)[:N] * weights.reshape(-1)[:N]
+    loss[...] = weighed.sum(dtype=np.float32) * scale
 
 
 def summed(sums, gradients, chunks, rank_count):
@@ -86,16 +88,18 @@ def global_norm(partials, sums, gradients, chunks, rank_count):
         partials[chunk["index"]] = np.dot(total, total)
 
 
-def prepare_update(control, reports, losses, partials, learning_rate, beta1, beta2, eps, grad_clip,
+def prepare_update(control, reports, losses, partials, rate_and_scale, beta1, beta2, eps, grad_clip,
                    micro_steps, chunks, recent, skip_loss, skip_norm):
+    learning_rate, scale = rate_and_scale
     c = control.view(STEP_CONTROL)[0]
     assert partials.size == chunks and not skip_loss and not skip_norm
-    norm = np.sqrt(partials.sum(dtype=np.float32))
-    loss = sum(losses[:micro_steps].ravel(), np.float32(0))
+    norm = np.sqrt(partials.sum(dtype=np.float32)) * scale
+    loss = sum(losses[:micro_steps].ravel(), np.float32(0)) * scale
     c["step"] += 1
     c["eps"] = eps
-    c["learning_rate"] = learning_rate[0]
-    c["grad_scale"] = grad_clip / norm if grad_clip and norm > grad_clip else 1.0
+    c["learning_rate"] = learning_rate
+    c["grad_scale"] = scale * (grad_clip / norm if grad_clip and norm > grad_clip else 1.0)
+    c["skipped"] = not scale
     here.trainer.reports[int(c["steps_begun"]) % 2] = loss, norm, 0, 0
     c["steps_begun"] += 1
 
@@ -103,6 +107,8 @@ def prepare_update(control, reports, losses, partials, learning_rate, beta1, bet
 def adamw_update(params, master, m, v, sums, gradients, chunks, rank_count, control, beta2,
                  one_minus_beta1, one_minus_beta2, seed):
     c = control.view(STEP_CONTROL)[0]
+    if c["skipped"]:
+        return
     for chunk, at, total in summed(sums, gradients, chunks, rank_count):
         there = slice(chunk["flat"], chunk["flat"] + chunk["count"])
         p = to_float32(params[there]) if master is None else master[at]

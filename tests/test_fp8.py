@@ -417,6 +417,6 @@ def test_classifier(gpu, V):
         assert all(abs(errors[quarter == i].mean()) < 5 / np.sqrt(errors.size) + 2.0**-7
                    for i in range(4))
     nan = on_gpu(np.full((1, 1, padded(V)), np.nan, np.float32), dtype="bfloat16")
-    cuda.classifier(device, unwritten(1, 1), nan, on_gpu(np.zeros((1, 1), np.int32)), DLOGITS_SCALE,
-                    1, 1, 1)
+    cuda.classifier(device, unwritten(1, 1), nan, on_gpu(np.zeros((1, 1), np.int32)),
+                    on_gpu(np.ones((1, 1), np.float32)), DLOGITS_SCALE, 1, 1, 1)
     assert np.isnan(dlogits_of(nan)[..., :V]).all()

@@ -378,15 +378,21 @@ def test_classifier_of_what_is_not_finite(gpu, kind):
     losses = unwritten(1, 6)
     got = on_gpu(logits, dtype=e)
     losses[...] = 1.0
-    cuda.classifier(device, losses, got, on_gpu(targets), 1.0, 1, 1, 6)
+    weights = on_gpu(np.ones((1, 6), np.float32))
+    cuda.classifier(device, losses, got, on_gpu(targets), weights, 1.0, 1, 1, 6)
     gradient = to_float32(got)[0, :, :V]
     assert np.isnan(losses.get()[0, :4]).all() and np.isfinite(losses.get()[0, 4:]).all()
     assert (np.isnan(gradient[:3]).all() and np.isfinite(gradient[4:]).all()
             and gradient[4, 5] == 0.0)
 
 
+def weights_of_all_kinds(*shape):
+    """Of targets: 1, 0, fractions, and negative ones, as rewards have."""
+    return np.random.default_rng(0).choice(np.float32([1, 1, 0, 0.3, -0.01, -1]), shape)
+
+
 def check_classifier(device, B, T, dloss=None):
-    """Returns dlogits, in FP8 unchecked, and what they should be, times dloss."""
+    """Rows of all kinds of weights. Returns dlogits, in FP8 unchecked, and what they should be."""
     V, Vp = device.config.V, device.config.Vp
     e = device.precision.dtype
     logits = random(B, T, Vp, seed=1, spread=4, dtype=e)
@@ -399,13 +405,14 @@ def check_classifier(device, B, T, dloss=None):
     train_gpt2.softmax_forward(probs, *wide(logits[..., :V]), B, T, V)
     train_gpt2.crossentropy_forward(expected, wide(logits[..., :V])[0], probs, targets, B, T, V)
     dloss = dloss or 1.0 / (B * T)
-    train_gpt2.crossentropy_softmax_backward(dlogits, np.full((B, T), dloss), probs, targets, B, T,
-                                             V)
+    weights = weights_of_all_kinds(B, T)
+    train_gpt2.crossentropy_softmax_backward(dlogits, dloss * wide(weights)[0], probs, targets, B,
+                                             T, V)
     logits[..., V:] = np.nan  # whatever stands in the padding has no part in it
     for write in (0, 1):
         losses = unwritten(B, T)
         got = on_gpu(logits, dtype=e)
-        cuda.classifier(device, losses, got, on_gpu(targets), dloss, write, B, T)
+        cuda.classifier(device, losses, got, on_gpu(targets), on_gpu(weights), dloss, write, B, T)
         assert_close(SUMS, losses=(losses, expected))
         if not write:
             assert np.array_equal(to_float32(got), logits, equal_nan=True)

@@ -23,7 +23,8 @@ from llmc.tensors import Tensors, allocate, flat, table_bytes, views
 from test_fp8 import FP8, e4m3, operands_on_gpu
 from test_gpt2 import ADAMW_CHECK
 from test_parity import need
-from test_kernels import BF16, PRECISIONS, SUMS, assert_close, get_device, get_matmul, on_gpu, random, unwritten
+from test_kernels import (BF16, PRECISIONS, SUMS, assert_close, get_device, get_matmul, on_gpu, random,
+                          unwritten, weights_of_all_kinds)
 from test_verdict import instead, is_right
 from train_gpt2 import crossentropy_forward, crossentropy_softmax_backward, softmax_forward
 from train_llama3 import rope_forward
@@ -191,14 +192,17 @@ def test_classifier(gpu, monkeypatch, kind, V, N, sm_count):
     dlogits = np.empty((1, N, V))
     softmax_forward(probs, y[None], 1, N, V)
     crossentropy_forward(expected, y[None], probs, targets[None], 1, N, V)
-    crossentropy_softmax_backward(dlogits, np.full((1, N), dloss), probs, targets[None], 1, N, V)
+    weights = weights_of_all_kinds(N)
+    crossentropy_softmax_backward(dlogits, dloss * weights.astype(np.float64)[None], probs,
+                                  targets[None], 1, N, V)
     t.cap_backward(dlogits, y, y.size)
     logits[:, V:] = np.nan  # whatever stands in the padding has no part in it
     for write in (0, 1):
         losses = unwritten(N)
         got = on_gpu(logits, dtype=e)
         partials = unwritten(clusters, Vp)
-        cuda.classifier(device, losses, got, partials, on_gpu(targets), dloss, 0.5, write, N)
+        cuda.classifier(device, losses, got, partials, on_gpu(targets), on_gpu(weights), dloss, 0.5,
+                        write, N)
         assert_close(SUMS, losses=(losses, expected[0]))
         if not write:
             assert np.array_equal(to_float32(got), logits, equal_nan=True)
@@ -217,7 +221,8 @@ def test_classifier(gpu, monkeypatch, kind, V, N, sm_count):
                 and not rounded[:, V:].any())
     got[:] = on_gpu(logits, dtype=e)
     again = partials.copy()
-    cuda.classifier(device, losses, got, partials, on_gpu(targets), dloss, 0.5, 1, N)
+    cuda.classifier(device, losses, got, partials, on_gpu(targets), on_gpu(weights), dloss, 0.5, 1,
+                    N)
     assert again.get().tobytes() == partials.get().tobytes(), "the same bits twice"
 
 

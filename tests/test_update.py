@@ -13,8 +13,8 @@ from llmc.outliers import RECENT, z_score
 from llmc.tensors import bf16_bits, bf16_to_float32
 from llmc.gpu.shares import UPDATE_CHUNK, CHUNKS, Shares
 from train_gpt2_cuda import adamw_update, add_gradients, global_norm
-from test_kernels import PRECISIONS, SUMS, assert_close, get_device, on_gpu, random, unwritten, wide
-from test_kernels import BF16_TWICE, MODELS
+from test_kernels import (BF16_TWICE, MODELS, PRECISIONS, SUMS, assert_close, get_device, on_gpu,
+                          random, unwritten, weights_of_all_kinds, wide)
 
 
 def chunks_of(count, decay=0.0, decayed=0, at_random=0):
@@ -81,15 +81,16 @@ def test_update(gpu, grad_clip, precision, has_master):
     g = device.precision.grads
     count = 8 * 123457
     learning_rate = 1e-3
-    beta1 = 0.9
-    beta2 = 0.95
-    eps = 1e-8
+    beta1, beta2, eps = 0.9, 0.95, 1e-8
     decay = 0.1
     master = random(count, seed=1, dtype="float32" if has_master else e)
     m = random(count, seed=2, spread=0.1)
     v = random(count, seed=3) ** 2
     grads = random(count, seed=4, dtype=g)
     losses = random(3, 97, seed=5) ** 2
+    weights = weights_of_all_kinds(3, 97)
+    weigh = np.float32(1.25)  # what makes up for their sum
+    loss_expected = weigh * np.mean(weights * losses, dtype=np.float64)
     split = 3 * UPDATE_CHUNK
     expected = wide(master, m, v)
     params, *on = on_gpu(master, dtype=e), *on_gpu(master, m, v)
@@ -98,29 +99,28 @@ def test_update(gpu, grad_clip, precision, has_master):
     loss = unwritten(1)
     partials = unwritten(blocks(count, UPDATE_CHUNK))
     reports = pinned_array(32).view(np.float32).reshape(2, 4)
-    rate = on_gpu(np.float32([learning_rate]))
-    norm = float(np.sqrt((grads.astype(np.float64) ** 2).sum()))
-    scale = grad_clip / norm if grad_clip and norm > grad_clip else 1.0
+    rate_and_scale = on_gpu(np.float32([learning_rate, weigh]))
+    norm = weigh * float(np.sqrt((grads.astype(np.float64) ** 2).sum()))
+    scale = weigh * (grad_clip / norm if grad_clip and norm > grad_clip else 1.0)
     for step in (1, 2, 3, 4):
         reports[:] = np.nan
-        cuda.loss_mean(device, loss, on_gpu(losses), 1.0 / losses.size, losses.size)
+        cuda.loss_mean(device, loss, on_gpu(losses), on_gpu(weights), 1.0 / losses.size,
+                       losses.size)
         global_norm(device, partials, None, on_gpu(grads, dtype=g), chunks, 1)
         if step == 4:
             (partials if grad_clip else loss).fill(np.nan)  # the weights must stay as they are
         device.launch("prepare_update", (1,), (256,), control, pointer(reports), loss, partials,
-                      rate,
-                      np.float64(beta1), np.float64(beta2), np.float64(eps), grad_clip, 1,
-                      partials.size, None, 0.0, 0.0)
+                      rate_and_scale, np.float64(beta1), np.float64(beta2), np.float64(eps),
+                      grad_clip, 1, partials.size, None, 0.0, 0.0)
         adamw_update(device, params, on[0] if has_master else None, on[1], on[2], None,
-                     on_gpu(grads, dtype=g),
-                          chunks, 1, control, beta1, beta2, 0)
+                     on_gpu(grads, dtype=g), chunks, 1, control, beta1, beta2, 0)
         device.stream.synchronize()
         reported = reports[(step - 1) % 2]
         if step == 4:
             assert np.isnan(reported[1 if grad_clip else 0])
             break
         assert abs(reported[1] - norm) <= 1e-5 * norm
-        assert abs(reported[0] - losses.mean()) <= 1e-6 * losses.mean()
+        assert abs(reported[0] - loss_expected) <= 1e-6 * losses.mean()
         for part, d in ((slice(0, split), decay), (slice(split, count), 0.0)):
             train_gpt2.adamw_update(*(array[part] for array in expected), *wide(grads[part]),
                                     learning_rate, beta1,
@@ -146,7 +146,7 @@ def test_outliers_are_skipped(gpu):
     on_host = pinned_array(32).view(np.float32).reshape(2, 4)
     control = cp.zeros(5, np.int64)
     recent = cp.zeros(2 * RECENT.itemsize, np.uint8)
-    rate = on_gpu(np.float32([1e-3]))
+    rate_and_scale = on_gpu(np.float32([1e-3, 1]))
     chunks = chunks_of(count)
     params, m, v, grads = on_gpu(*(random(count, seed=seed) ** 2 for seed in range(4)))
     skipped = []
@@ -154,8 +154,8 @@ def test_outliers_are_skipped(gpu):
         before = params.get()
         device.launch("prepare_update", (1,), (256,), control, pointer(on_host),
                       on_gpu(np.float32([loss])),
-                      on_gpu(np.float32([norm]) ** 2), rate, np.float64(0.9), np.float64(0.95),
-                      np.float64(1e-8), 0.0, 1, 1, recent, 5.0, 7.0)
+                      on_gpu(np.float32([norm]) ** 2), rate_and_scale, np.float64(0.9),
+                      np.float64(0.95), np.float64(1e-8), 0.0, 1, 1, recent, 5.0, 7.0)
         adamw_update(device, params, None, m, v, None, grads, chunks, 1, control, 0.9, 0.95, 0)
         device.stream.synchronize()
         report = on_host[step % 2]

@@ -260,12 +260,6 @@ def test_what_else_is_refused(workplace, run_here):
              fails=("data/x_train_1.bin", "no file of weights beside it"))
 
 
-def test_on_a_gpu_they_are_refused(heads, run_here, fake_gpu):
-    with_weights(heads, lambda i: 1)
-    import train_gpt2_cuda
-    run_here(train_gpt2_cuda, *FLAGS, fails=("train_weights.bin", "python train_gpt2.py"))
-
-
 # --------------------------------------------------------------------------------------------------
 # from Python
 

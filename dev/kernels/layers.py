@@ -295,7 +295,7 @@ class Classifier(Logits):
 
     def tensors(self):
         return {"losses": self.float32(self.B, self.T), "logits": self.logits(),
-                "targets": self.tokens(),
+                "targets": self.tokens(), "weights": np.ones((self.B, self.T), np.float32),
                 "probs": self.unwritten(self.B, self.T, self.Vp)}
 
     def oracle(self, t):
@@ -333,7 +333,8 @@ class Classifier(Logits):
 
     fused = Kernel(BLOCK)
     live = launcher(lambda self, device, a: cuda.classifier(device, a.losses, a.logits, a.targets,
-                                                            1.0 / self.N, 1, self.B, self.T))
+                                                            a.weights, 1.0 / self.N, 1, self.B,
+                                                            self.T))
 
 
 def chunks_of(count, decay=0.0):

@@ -2,7 +2,8 @@
 // classifier's bias.
 //
 //     losses[n] = log(sum over v of exp(y[n,v])) - y[n,targets[n]], y = capped(logits)                 losses =
-//     logits[n,v] = (softmax(y[n])[v] - (v is the target)) * slope(logits[n,v]) * dloss                logits = (*)
+//     logits[n,v] = (softmax(y[n])[v] - (v is the target)) * slope(logits[n,v]) * of_row,
+//     of_row = dloss * weights[n]                                                                      logits = (*)
 //     partials[cluster,v] = factor * the sum of these over the cluster's rows, before they are
 //     rounded partials = (*)
 //
@@ -57,8 +58,7 @@ __device__ inline void store_in_block(float* at, float x, Mbarrier* full, int bl
 // rows.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 * WARPS, 1)
 classifier_capped(float* losses, element* logits, float* partials, float factor, const int* targets,
-                  float dloss,
-                  int write_gradient, int N) {
+                  const float* weights, float dloss, int write_gradient, int N) {
     extern __shared__ uint4 shared[];
     __shared__ Mbarrier barriers[WARPS][STAGES], summed[TURNS];
     __shared__ float warp_sums[TURNS][CLUSTER * WARPS];
@@ -148,7 +148,7 @@ classifier_capped(float* losses, element* logits, float* partials, float factor,
             stores_wait<0>();  // of the row before
             fetch(turn - 1 + STAGES);
         }
-        const float scale = dloss / sum;
+        const float of_row = dloss * weights[n], scale = of_row / sum;
         element* const row = rows + turn % STAGES * COLUMNS;
         dlogit* const to = reinterpret_cast<dlogit*>(row + slice) - slice;  // in the slice's room
         Rounding rounding(block * 32 * WARPS + threadIdx.x, scale, first + target);
@@ -171,7 +171,7 @@ classifier_capped(float* losses, element* logits, float* partials, float factor,
 #pragma unroll
                 for (int k = 0; k < PACK; k++) x.x[k] *= scale;
                 if (has_target(c, target)) {
-                    const float of_target = cap_slope(target_logit) * dloss;
+                    const float of_target = cap_slope(target_logit) * of_row;
 #pragma unroll
                     for (int k = 0; k < PACK; k++) x.x[k] -= c + k == target ? of_target : 0.0f;
                 }

@@ -25,9 +25,11 @@ def batch_table(B, T, micro_steps):
     """name -> Row for what the host sends to the GPU for one update; every element has 4 bytes."""
     N = B * T
     return {
-        "learning_rate": Row((1,)),
+        # the learning rate; what losses and gradients are multiplied by: see Trainer.weigh
+        "rate_and_scale": Row((2,)),
         "inputs": Row((micro_steps, B, T), "int32"),
         "targets": Row((micro_steps, B, T), "int32"),
+        "weights": Row((micro_steps, B, T)),  # of the targets' losses, between -1 and 1
         "order": Row((micro_steps, N), "int32"),  # these three: see sort_tokens
         "piece_begins": Row((micro_steps, N + 1), "int32"),
         "piece_tokens": Row((micro_steps, N), "int32"),

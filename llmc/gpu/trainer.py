@@ -6,11 +6,13 @@ RECOMPUTED, parameter_table, tables, Optimizer, resolve_auto and what decoder.py
 instances, activations (among them `losses`), training_activations, trunk, classify, backward,
 micro_step, train_step, update and capture."""
 
+import math
 import time
 from types import SimpleNamespace
 
 import numpy as np
 
+from llmc.dataloader import NO_TARGETS, total_weight
 from llmc.errors import UserError
 from llmc.gpu.batch import sort_tokens, sorted_tokens
 from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, to_float32
@@ -86,21 +88,27 @@ class ForwardPasses:
         return self.architecture(self.config, self.settings, self.linears, self.messages,
                                  self.params, self.grads, buffers)
 
-    def forward(self, inputs, targets):
-        """inputs, targets (B, T) integer ids on the host -> the mean loss, a float."""
+    def forward(self, inputs, targets, weights=None, total=None):
+        """inputs, targets (B, T) integer ids, weights (B, T) on the host -> the loss, a float: the
+        mean or, with weights, the sum of weights * losses over `total`, by default their sum."""
         B, T = inputs.shape
+        if weights is None:
+            weights, total = np.ones((B, T)), B * T
+        elif total is None:
+            total = np.sum(weights, dtype=np.float64)
 
-        def on_gpu(room, ids):  # room: of the training batch, which the next step overwrites
-            ids = np.ascontiguousarray(ids, np.int32)
-            return copy_to_gpu(room.reshape(-1)[: B * T], ids).reshape(B, T)
+        def on_gpu(room, values):  # room: of the training batch, which the next step overwrites
+            values = np.ascontiguousarray(values, room.dtype)
+            return copy_to_gpu(room.reshape(-1)[: B * T], values).reshape(B, T)
 
         with self.device.stream:
             acts = self.model.activations(B, T)
             inputs_there = on_gpu(self.batch.inputs, inputs)
             targets_there = on_gpu(self.batch.targets, targets)
+            weights_there = on_gpu(self.batch.weights, weights)
             self.model.trunk(acts, inputs_there)
-            loss_done = self.model.classify(acts, targets_there, self.loss, 1.0 / (B * T),
-                                            train=False)
+            loss_done = self.model.classify(acts, targets_there, weights_there, self.loss,
+                                            1.0 / total, train=False)
             self.device.wait(loss_done)
             return float(self.loss.get()[0])
 
@@ -137,7 +145,8 @@ class Evaluator(ForwardPasses):
         with self.device.stream:
             self.model = self.make_model(allocate_plan(plan))
             self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32),
-                                         targets=cp.empty(B * T, np.int32))
+                                         targets=cp.empty(B * T, np.int32),
+                                         weights=cp.empty(B * T, np.float32))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -248,8 +257,9 @@ class Trainer(ForwardPasses):
         if batch is None:
             batch = np.random.default_rng(0).integers(0, self.config.V, (2, settings.B, settings.T),
                                                       dtype=np.int32)
+        without_weights = batch[:2]  # in FP8, scales are for all targets
         with self.device.stream:
-            self.stage(0, [batch] * settings.own_micro_steps, 0.0)
+            self.stage(0, [without_weights] * settings.own_micro_steps, 0.0)
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
             self.linears.calibrate(self)  # in FP8: the first scales, by the first rank's batch
             self.linears.weights_changed()
@@ -260,13 +270,15 @@ class Trainer(ForwardPasses):
             if settings.graph:
                 self.graph = self.model.capture(self)
 
-    def begin_step(self, batches, learning_rate):
-        """Start one update with own_micro_steps batches (inputs, targets), and return its number,
-        counted from this Trainer's first. The one before may still be running."""
+    def begin_step(self, batches, learning_rate, total=None):
+        """Start one update with own_micro_steps batches (inputs, targets) or (inputs, targets,
+        weights), and return its number, counted from this Trainer's first. The one before may
+        still be running. total: what weighted losses are divided by, by default the sum of the
+        weights."""
         number = self.steps_begun
         half = number % 2  # as copy_batch and prepare_update take, by a count of their own
         self.wait(self.finished[half])  # the update before the last one has read this half
-        self.stage(half, batches, learning_rate)
+        self.stage(half, batches, learning_rate, total)
         with self.device.stream as stream:
             self.started[half].record(stream)
             if self.graph:
@@ -283,31 +295,33 @@ class Trainer(ForwardPasses):
         half = number % 2
         self.wait(self.finished[half])
         loss, norm, *z = self.reports[half].item()
+        _, scale = self.staged[half].rate_and_scale
         return Update(
             loss=loss,
             norm=norm if self.settings.needs_norm else None,
             seconds=cp.cuda.get_elapsed_time(self.started[half], self.finished[half]) / 1000,
-            skipped=reason_to_skip(self.settings, *z),
+            skipped=reason_to_skip(self.settings, *z) if scale else NO_TARGETS,
             z_scores=z if self.settings.skips_outliers else None,
             fp8=self.linears.counts(number),
         )
 
     # -- the same in three calls, from Python: forward, compute_gradients, update_now
 
-    def compute_gradients(self, inputs, targets):
+    def compute_gradients(self, inputs, targets, weights=None, total=None):
         """self.grads = the gradients of the loss of the last forward pass, which was over this full
-        batch."""
+        batch; with weights, divided by the scale of `weigh`."""
         acts, batch = self.acts, self.batch
         scale = 1.0 / inputs.size
-        self.stage(0, [(inputs, targets)], 0.0)
+        self.stage(0, [(inputs, targets) if weights is None else (inputs, targets, weights)], 0.0,
+                   total)
         with self.device.stream:
             copy_to_gpu(batch.buffer, self.staged[0].buffer)
             if self.precision.fp8:
                 self.linears.calibrate(self)
                 self.linears.weights_changed()
                 self.model.trunk(acts, batch.inputs[0])  # again, in 8 bits
-            self.model.classify(acts, batch.targets[0], self.optimizer.loss_place(0), scale,
-                                train=True)
+            self.model.classify(acts, batch.targets[0], batch.weights[0],
+                                self.optimizer.loss_place(0), scale, train=True)
             self.model.backward(acts, sorted_tokens(batch, 0), scale)
 
     def update_now(self, learning_rate):
@@ -316,7 +330,7 @@ class Trainer(ForwardPasses):
         number = self.steps_begun
         self.steps_begun += 1
         with self.device.stream as stream:
-            copy_to_gpu(self.batch.learning_rate, np.array([learning_rate], np.float32))
+            copy_to_gpu(self.batch.rate_and_scale[:1], np.array([learning_rate], np.float32))
             self.model.update(self)
             stream.synchronize()
         loss, norm, *_ = self.reports[number % 2].item()
@@ -331,16 +345,31 @@ class Trainer(ForwardPasses):
             time.sleep(0.0002)
         event.synchronize()
 
-    def stage(self, half, batches, learning_rate):
+    def stage(self, half, batches, learning_rate, total=None):
         """Write learning rate, own_micro_steps batches, and their sorted positions to one half of
         the pinned memory."""
         staged = self.staged[half]
-        staged.learning_rate[0] = learning_rate
-        for i, (inputs, targets) in enumerate(batches):
+        largest, scale = self.weigh(batches, total)
+        staged.rate_and_scale[:] = learning_rate, scale
+        for i, (inputs, targets, *weights) in enumerate(batches):
             staged.inputs[i] = inputs
             staged.targets[i] = targets
+            staged.weights[i] = weights[0] / largest if weights else 1.0
             sort_tokens(staged.order[i], staged.piece_begins[i], staged.piece_tokens[i],
                         staged.inputs[i])
+
+    def weigh(self, batches, total):
+        """(what an update's weights are divided by, what its losses and gradients are multiplied
+        by): the largest weight on all ranks, so that 8 bits hold each target's gradient however
+        few have a weight; and what makes up for that, and for a mean over all targets. 0: no
+        target has a weight."""
+        if len(batches[0]) == 2:
+            return 1.0, 1.0
+        of_rank = total_weight(batches), max(np.abs(weights).max() for *_, weights in batches)
+        totals, largest = zip(*self.ranks.gather(of_rank))
+        total = total or math.fsum(totals)
+        largest = max(largest) or 1.0
+        return largest, largest * self.settings.update_tokens / total if total else 0.0
 
     def complete_weights(self):
         """Between two updates, complete self.params on every rank. All ranks must call this."""
