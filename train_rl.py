@@ -1,6 +1,6 @@
 """
 Learning from rewards: a model's answers are drawn, a function of yours says how good each is, and
-what was better than its like becomes more likely. On a CPU.
+what was better than its like becomes more likely.
 
     python doc/sums.py                       # 320 sums to teach, 8,680 to try, 1,000 to test
     python prepro_text.py data/sums.jsonl --chat --vocabulary chars --sequence_length 11 \\
@@ -38,24 +38,25 @@ update has answers of its own, so there is no ratio to clip.
 import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import argparse
-import importlib.util
 import os
 import sys
 import time
 import warnings
-from importlib.machinery import SourceFileLoader
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 
-from llmc.api import load
+from llmc import sampler
+from llmc.api import load_with_vocabulary, on_gpu
 from llmc.chat import Template, find_template
-from llmc.checkpoint import Progress, owned_by_one
+from llmc.checkpoint import Progress
 from llmc.errors import Interruption, Parser, UserError, run_main
-from llmc.files import locked, make_directory, open_input, replacing
-from llmc.loop import check_update
-from llmc.resume import (checkpoint_paths, find_checkpoint, go_back, read_notes, read_state,
-                         save_checkpoint, stopped)
+from llmc.files import locked, make_directory, replacing
+from llmc.gpu.device import gpu_errors_as_lines, try_gpu
+from llmc.loop import Saver, check_update
+from llmc.resume import checkpoint_paths, find_checkpoint, read_notes, stopped
+from llmc.rewards import prompts_of, read_prompts, read_reward, rewards_of
 from llmc.sampler import Choice, Random
 from llmc.settings import Settings
 from llmc.shuffle import Position
@@ -81,16 +82,15 @@ class Answer(NamedTuple):
 
 
 class Sampler:
-    """Draws answers from a model of llmc.api, by its weights as they are."""
+    """Draws answers."""
 
-    def __init__(self, model, group, most):
-        """group: answers to a prompt; most: tokens of an answer."""
-        self.vocabulary = model.tokenizer
-        self.decoder = model.model.Decoder(model.config, model.model.params, group, model.T)
+    def __init__(self, vocabulary, most):
+        """most: tokens of an answer."""
+        self.vocabulary = vocabulary
         self.most = most
         self.template = None  # it continues plain text
-        if find_template(self.vocabulary)[0] is not None:
-            self.template = Template(self.vocabulary, "the model", "MODEL")
+        if find_template(vocabulary)[0] is not None:
+            self.template = Template(vocabulary, "the model", "MODEL")
 
     def ids_of(self, prompt):
         if not self.template:
@@ -98,15 +98,14 @@ class Sampler:
         text = self.template.render([{"role": "user", "content": prompt}], answers=True)
         return self.template.encode(text)[0]
 
-    def answer(self, prompt, randoms, temperature=1.0):
-        """An Answer to a prompt, a text, for each Random."""
+    def answer(self, model, prompt, randoms, temperature=1.0):
+        """An Answer to a prompt, a text, for each Random. model: an OnCpu or OnGpu."""
         ids = self.ids_of(prompt)
         stops = self.vocabulary.stops
         drawn = [[] for _ in randoms]
         logprobs = np.zeros(len(randoms))
         going = np.ones(len(randoms), bool)
-        steps = self.decoder.draw(np.array([ids], np.int32), self.most, randoms,
-                                  Choice(temperature), want_logprobs=True)
+        steps = model.draw(np.array([ids], np.int32), self.most, randoms, Choice(temperature))
         for tokens, of_tokens in steps:
             for g in np.flatnonzero(going):
                 drawn[g].append(int(tokens[g]))
@@ -125,54 +124,84 @@ def randoms_of(seed, step, index, group):
     return [Random(((first + g) * GOLDEN & 0xFFFFFFFFFFFFFFFF) or 1) for g in range(group)]
 
 
-def rewards_of(reward, prompt, answers):
-    """reward() of each answer (G,); of one that was cut 0. Raises UserError if it fails."""
-    found = np.zeros(len(answers))
-    for g, answer in enumerate(answers):
-        if not answer.is_cut:
-            try:
-                found[g] = reward(prompt, answer.text)
-            except Exception as error:  # whatever a user's function raises
-                raise UserError(f"--reward: reward({prompt!r}, {answer.text!r}) fails:"
-                                f" {type(error).__name__}: {error}") from None
-    if not np.isfinite(found).all():
-        raise UserError(f"--reward: reward({prompt!r}, ...) gives {found}, expected finite numbers")
-    return found
-
-
 # --------------------------------------------------------------------------------------------------
 # an update
 
 
-def batch_of(answers, T):
-    """(inputs, targets, is_answer), each (n,T), of n answers: the target of a position is the next
-    token; is_answer: whether that is the answer's."""
-    inputs, targets = np.zeros((2, len(answers), T), np.int32)
-    is_answer = np.zeros((len(answers), T), bool)
-    for i, answer in enumerate(answers):
-        ids = answer.prompt + answer.ids
-        inputs[i, : len(ids) - 1] = ids[:-1]
-        targets[i, : len(ids) - 1] = ids[1:]
-        is_answer[i, len(answer.prompt) - 1 : len(ids) - 1] = True
-    return inputs, targets, is_answer
+def batches_of(answers, advantages, rows, T):
+    """[(inputs, targets, weights)], each (rows,T): `rows` answers at a time, the last ones with
+    empty rows. The target of a position is the next token, its weight the answer's advantage (n,),
+    or 0 where it is the prompt's."""
+    batches = []
+    for begin in range(0, len(answers), rows):
+        inputs, targets = np.zeros((2, rows, T), np.int32)
+        weights = np.zeros((rows, T), np.float32)
+        for i, answer in enumerate(answers[begin : begin + rows]):
+            ids = answer.prompt + answer.ids
+            inputs[i, : len(ids) - 1] = ids[:-1]
+            targets[i, : len(ids) - 1] = ids[1:]
+            weights[i, len(answer.prompt) - 1 : len(ids) - 1] = advantages[begin + i]
+        batches.append((inputs, targets, weights))
+    return batches
 
 
-def compute_gradients(model, answers, advantages, rows):
-    """model.grads = the gradients of the loss above, `rows` answers at a time; returns that loss,
-    and the mean entropy of the model's choices, in nats. advantages (n,)."""
-    T = max(len(answer.prompt) + len(answer.ids) for answer in answers) - 1
-    tokens = sum(len(answer.ids) for answer in answers)
-    begins = range(0, len(answers), rows)
-    entropy = loss = 0.0
-    for i, begin in enumerate(begins):
-        some = slice(begin, begin + rows)
-        inputs, targets, is_answer = batch_of(answers[some], T)
-        weights = np.float32(is_answer * advantages[some, None])
-        loss += model.forward(inputs, targets, weights, total=tokens)
-        p = model.acts.probs[is_answer].astype(np.float64)
-        entropy -= np.sum(p * np.log(np.maximum(p, 1e-30))) / tokens
-        model.backward(i, len(begins))
-    return loss, entropy
+class OnCpu:
+    """A model that draws and learns."""
+
+    def __init__(self, architecture, config, params, settings, group):
+        """settings: B and T of a batch, and of the optimizer; group: answers at a time."""
+        self.settings = architecture.Settings(**settings)
+        self.model = architecture(config, params)
+        self.model.allocate_activations(self.settings.B, self.settings.T)
+        self.model.allocate_training(self.settings.B, self.settings.T, self.settings.micro_steps)
+        self.decoder = architecture.Decoder(config, params, group, config.maxT)
+        self.saver = Saver(self.model, self.settings)
+
+    def draw(self, *arguments):
+        return sampler.draw(self.decoder, *arguments, want_logprobs=True)
+
+    def gradients(self, batches, total):
+        """model.grads = the gradients of the loss at the head, total: N; returns that loss."""
+        loss = 0.0
+        for i, batch in enumerate(batches):
+            loss += self.model.forward(*batch, total=total)
+            self.model.backward(i, len(batches))
+        return loss
+
+    def update(self, batches, total, step):
+        loss = self.gradients(batches, total)
+        norm, scale = self.model.norm_and_scale(self.settings)
+        check_update(step, loss, norm)
+        self.model.optimizer.update(self.model.params, self.model.grads, self.settings,
+                                    self.settings.learning_rate, step + 1, scale)
+
+
+class OnGpu:
+    """The same on a GPU, in bfloat16 where it has that."""
+
+    def __init__(self, gpu, architecture, config, params, settings, group):
+        from llmc.gpu.decoder import own_decoder
+        from llmc.gpu.saver import TrainerSaver
+        from llmc.gpu.trainer import Trainer, open_device
+        architecture = on_gpu(architecture)
+        self.settings = architecture.resolve_auto(architecture.Settings(**settings), gpu.arch)
+        _, matmul = open_device(architecture, gpu, config, self.settings.precision, text=True)
+        self.trainer = Trainer(architecture, config, self.settings, matmul, params)
+        self.trainer.prepare()
+        self.decoder = own_decoder(architecture, matmul.device, config, self.trainer.params,
+                                   self.settings.precision, group, config.maxT)
+        self.saver = TrainerSaver(self.trainer)
+
+    def draw(self, prompt, count, randoms, choice):
+        """The decoder always draws a whole group."""
+        idle = [Random() for _ in range(self.decoder.B - len(randoms))]
+        for tokens, logprobs in self.decoder.draw(prompt, count, [*randoms, *idle], choice):
+            yield tokens[: len(randoms)], logprobs[: len(randoms)]
+
+    def update(self, batches, total, step):
+        number = self.trainer.begin_step(batches, self.settings.learning_rate, total)
+        update = self.trainer.end_step(number)
+        check_update(step, update.loss, update.norm)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -200,6 +229,8 @@ def parse_arguments():
     add("--grad_clip", type=float, default=1.0, metavar="X", help="largest gradient norm (0: any)")
     add("-v", "--test_every", type=int, default=100, metavar="N",
         help="test, and save, every N updates")
+    add("--device", choices=("auto", "cpu", "gpu"), default="auto",
+        help="where it runs (auto: on a GPU if there is one that can run the model)")
     add("--seed", type=int, default=1337, metavar="N", help="of prompts' order, and of answers")
     args = parser.parse_args()
     for name, least in dict(steps=1, batch_size=1, group=2, rows=0, tokens=1, test_every=1,
@@ -209,97 +240,51 @@ def parse_arguments():
     return args
 
 
-def read_prompts(path, model, sampler, tokens):
-    """(the lines of a file, the tokens of the longest); raises UserError for one that leaves no
-    room for an answer."""
-    with open_input(path, "expected prompts, a line each") as f:
-        try:
-            lines = f.read().decode("utf-8-sig").replace("\r\n", "\n").split("\n")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: byte {error.start} is not UTF-8: save it as UTF-8") from None
-    prompts = [line for line in lines if line.strip()]
-    if not prompts:
-        raise UserError(f"{path}: has no line, expected prompts, a line each")
-    lengths = [len(sampler.ids_of(prompt)) for prompt in prompts]
-    if max(lengths) + tokens > model.T:
-        longest = prompts[lengths.index(max(lengths))]
-        raise UserError(f"{path}: {longest[:40]!r} has {max(lengths)} tokens, which with --tokens"
-                        f" {tokens} are more than the model's {model.T}")
-    return prompts, max(lengths)
+def open_model(args, found, rows, T):
+    """An OnGpu or an OnCpu. found: architecture, config, params; rows, T: of a batch."""
+    micro_steps = -(-args.batch_size * args.group // rows)
+    settings = dict(model=args.model, output=args.output, resume=args.resume, B=rows, T=T,
+                    total_batch_size=rows * T * micro_steps, learning_rate=args.learning_rate,
+                    weight_decay=0.0, beta2=0.95, grad_clip=args.grad_clip,
+                    patience=1)  # of which the newest checkpoint and the best are kept
+    on_gpu = try_gpu(args.device, lambda gpu: OnGpu(gpu, *found, settings, args.group))
+    return on_gpu or OnCpu(*found, settings, args.group)
 
 
-def read_reward(path):
-    """The function `reward` of a Python file."""
-    if not os.path.isfile(path):
-        raise UserError(f"--reward {path}: no such file, expected Python with reward(prompt,"
-                        " answer)")
-    loader = SourceFileLoader("rule", os.fspath(path))  # whatever the file's name ends in
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("rule", loader))
-    sys.path.append(os.path.dirname(os.path.abspath(path)))  # for what it imports
-    try:
-        loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever a user's file raises
-        raise UserError(f"--reward {path}: {type(error).__name__}: {error}") from None
-    found = getattr(module, "reward", None)
-    if not callable(found):
-        raise UserError(f"--reward {path}: has no function reward(prompt, answer)")
-    return found
-
-
-def prompts_of(prompts, step, count, seed):
-    """The prompts of an update: all in a random order, again and again in another one."""
-    numbers = range(step * count, (step + 1) * count)
-    orders = {number // len(prompts): None for number in numbers}
-    orders = {epoch: np.random.default_rng((seed, epoch)).permutation(len(prompts))
-              for epoch in orders}
-    return [prompts[orders[number // len(prompts)][number % len(prompts)]] for number in numbers]
-
-
-def test(sampler, reward, prompts):
-    """The mean reward of the greedy answers."""
-    return float(np.mean([rewards_of(reward, prompt, sampler.answer(prompt, [Random()], 0.0))[0]
-                          for prompt in prompts]))
-
-
+@gpu_errors_as_lines()
 def main():
     warnings.simplefilter("ignore", RuntimeWarning)  # check_update stops at what is not finite
     args = parse_arguments()
-    # patience: the newest checkpoint and the best are kept
-    chosen = dict(output=args.output, resume=args.resume, patience=1, weight_decay=0.0, beta2=0.95,
-                  grad_clip=args.grad_clip, learning_rate=args.learning_rate)
-    settings = Settings(**chosen)
+    settings = Settings(output=args.output, resume=args.resume, grad_clip=args.grad_clip,
+                        learning_rate=args.learning_rate)
     settings.check()
     reward = read_reward(args.reward)
     with locked(settings.output_dir):
         first = find_checkpoint(settings) if settings.output_dir else None
         start = checkpoint_paths(args.output, first)[0] if first else args.model
-        api = load(start)
-        if not api.tokenizer:
+        *found, vocabulary = load_with_vocabulary(start)
+        if not vocabulary:
             raise UserError(f"{args.model}: no vocabulary is beside it")
-        settings = api.model.Settings(**chosen)  # its optimizer's
-        sampler = Sampler(api, args.group, args.tokens)
-        prompts, longest = read_prompts(args.prompts, api, sampler, args.tokens)
+        sampler = Sampler(vocabulary, args.tokens)
+        maxT = found[1].maxT
+        prompts, longest = read_prompts(args.prompts, sampler, args.tokens, maxT)
         tested = []
         if args.test:
-            tested, _ = read_prompts(args.test, api, sampler, args.tokens)
+            tested, _ = read_prompts(args.test, sampler, args.tokens, maxT)
         if not args.output:
             print("nothing is saved: there is no -o DIR")
-        args.rows = args.rows or max(1, 8192 // (longest + args.tokens))
-        run = Run(args, settings, api, sampler, reward, prompts, tested, longest + args.tokens)
-        return run.go(first or 0)
+        T = longest + args.tokens - 1  # the last token is a target alone
+        rows = min(args.rows or max(1, 8192 // T), args.batch_size * args.group)
+        model = open_model(args, found, rows, T)
+        return Run(args, model, sampler, reward, prompts, tested).go(first or 0)
 
 
 class Run:
     """The loop, its log and its checkpoints."""
 
     def __init__(self, *arguments):
-        (self.args, self.settings, self.api, self.sampler, self.reward, self.prompts,
-         self.tested, T) = arguments
-        self.model = self.api.model
-        rows = min(self.args.rows, self.args.batch_size * self.args.group)
-        several = 2 if rows < self.args.batch_size * self.args.group else 1
-        self.model.allocate_activations(rows, T)
-        self.model.allocate_training(rows, T, several)
+        self.args, self.model, self.sampler, self.reward, self.prompts, self.tested = arguments
+        self.settings = self.model.settings
         self.best = (1e30, 0)  # minus the test's reward, its step
         # what a resumed run must have, too
         self.same = {name: getattr(self.args, name)
@@ -307,18 +292,16 @@ class Run:
 
     def go(self, first):
         if first:
-            *_, marker = checkpoint_paths(self.args.output, first)
-            owned = owned_by_one(self.model.optimizer, self.model.params)
-            read_state(self.args.output, first, owned, go_back(marker))
             notes = read_notes(self.args.output, first)
             if notes.get("rewarded", self.same) != self.same:
                 raise UserError(f"{self.args.output}: of a run with {notes['rewarded']}, found"
                                 f" {self.same}: resume with its flags")
             self.best = tuple(notes.get("lowest", self.best))
-            print(f"resuming at step {first} from {self.args.output}")
+            nothing = SimpleNamespace(seek=lambda *_: None)  # no loader, no sampler of a run's
+            self.model.saver.restore(first, nothing, nothing)
         elif self.args.output:
             make_directory(self.args.output)
-            keep_tokenizer(self.args.output, self.api.tokenizer)
+            keep_tokenizer(self.args.output, self.sampler.vocabulary)
         self.open_log(first)
         interruption = Interruption(SINGLE_PROCESS)
         if not first:
@@ -338,11 +321,12 @@ class Run:
     def update(self, step):
         """One update; returns its row of the log."""
         began = time.perf_counter()
-        args, model, settings = self.args, self.model, self.settings
+        args = self.args
         answers = []
         rewards = []
         for index, prompt in enumerate(prompts_of(self.prompts, step, args.batch_size, args.seed)):
-            group = self.sampler.answer(prompt, randoms_of(args.seed, step, index, args.group))
+            randoms = randoms_of(args.seed, step, index, args.group)
+            group = self.sampler.answer(self.model, prompt, randoms)
             answers += group
             rewards.append(rewards_of(self.reward, prompt, group))
         if all(answer.is_cut for answer in answers):
@@ -350,21 +334,24 @@ class Run:
         rewards = np.array(rewards)  # (prompts, answers)
         advantages = (rewards - rewards.mean(1, keepdims=True)).ravel()
 
-        loss, entropy = compute_gradients(model, answers, advantages, args.rows)
-        norm, scale = model.norm_and_scale(settings)
-        check_update(step, loss, norm)
-        model.optimizer.update(model.params, model.grads, settings, args.learning_rate, step + 1,
-                               scale)
-        return {"reward": rewards.mean(), "entropy": entropy,
+        tokens = sum(len(answer.ids) for answer in answers)
+        batches = batches_of(answers, advantages, self.settings.B, self.settings.T)
+        self.model.update(batches, tokens, step)
+        return {"reward": rewards.mean(),
                 "equal_groups": np.mean(np.ptp(rewards, axis=1) == 0),
-                "length": np.mean([len(answer.ids) for answer in answers]),
+                "length": tokens / len(answers),
+                # whose expected value is the entropy of the model's choices
+                "entropy": -sum(answer.logprob for answer in answers) / tokens,
                 "seconds": time.perf_counter() - began}
 
     def test(self, step):
         """The mean reward of greedy answers to the test's prompts; None without any."""
         if not self.tested:
             return None
-        found = test(self.sampler, self.reward, self.tested)
+        answers = [self.sampler.answer(self.model, prompt, [Random()], 0.0)
+                   for prompt in self.tested]
+        found = float(np.mean([rewards_of(self.reward, prompt, of_prompt)
+                               for prompt, of_prompt in zip(self.tested, answers)]))
         if step and -found < self.best[0]:
             self.best = -found, step
         return found
@@ -374,9 +361,8 @@ class Run:
             notes = {"lowest": self.best if self.tested else (1e30, step), "of_patience": True,
                      "rewarded": self.same, "model": self.args.model,
                      "optimizer": self.settings.of_updates()}
-            progress = Progress(step, 1, Position(0, 0, None), (0, 0, 0))
-            save_checkpoint(self.settings, self.api.config, self.model.params,
-                            owned_by_one(self.model.optimizer), progress, notes)
+            self.model.saver.save(Progress(step, 1, Position(0, 0, None), (0, 0, 0)), notes)
+            self.model.saver.wait()
 
     def open_log(self, first):
         self.log = None

@@ -4,6 +4,7 @@ resume; what is refused."""
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,12 +16,25 @@ import train_gpt2
 import train_llama3
 import train_rl
 import train_speedrun
-from conftest import (ROOT, SMALL, assert_one_line_error, make_model, random_params, remove_after,
-                      trainer_of)
-from llmc.api import load
-from llmc.tensors import flat
+from conftest import (ROOT, SMALL, SMALL_HEADS, assert_one_line_error, page_of, random_params,
+                      remove_after, trainer_of)
+from llmc.api import load, load_model
+from llmc.rewards import prompts_of, read_reward
+from llmc.tensors import flat, views
 from reference import collect_gradients, to_reference
 from test_verdict import instead
+
+
+
+def model_of(api):
+    """(architecture, config, params) of a Model."""
+    return type(api.model), api.config, api.model.params
+
+
+def on_cpu(architecture, config, params, group, rows=4, T=8, count=1):
+    settings = dict(B=rows, T=T, total_batch_size=rows * T * count)
+    return train_rl.OnCpu(architecture, config, params, settings, group)
+
 
 RULE = "def reward(prompt, answer):\n    return float(answer[:1] == prompt[0])\n"
 
@@ -42,7 +56,7 @@ def taught(here, run_here):
 
 
 FLAGS = ("run --prompts prompts.txt --test prompts.txt --reward rule.py --tokens 3 -b 8 -g 8 -l 1e-3"
-         " --rows 32").split()
+         " --rows 32 --device cpu").split()
 
 
 def test_it_learns_what_is_rewarded(taught, run_here):
@@ -56,9 +70,10 @@ def test_it_learns_what_is_rewarded(taught, run_here):
     rewards = [float(row["reward"]) for row in rows[1:]]
     assert np.mean(rewards[-10:]) > np.mean(rewards[:10]) + 0.3
     best = load("out", checkpoint="best")
-    sampler = train_rl.Sampler(best, 1, 3)
-    rule = train_rl.read_reward("rule.py")
-    assert train_rl.test(sampler, rule, list("abcdefgh")) == max(tests)
+    of_best = train_rl.Run(SimpleNamespace(batch_size=8, group=8, tokens=3, seed=0),
+                           on_cpu(*model_of(best), 1), train_rl.Sampler(best.tokenizer, 3),
+                           read_reward("rule.py"), None, list("abcdefgh"))
+    assert of_best.test(0) == max(tests)
 
 
 def test_a_resumed_run_has_the_same_bits(taught, run_here):
@@ -86,18 +101,19 @@ def test_a_resumed_run_has_the_same_bits(taught, run_here):
 
 
 def drawn():
-    """Answers of two groups, of prompts and lengths that differ, and their rewards."""
+    """Answers of two groups, of prompts and lengths that differ; their advantages, their tokens."""
     rng = np.random.default_rng(0)
     answers = [train_rl.Answer(rng.integers(0, SMALL.V, 2 + i // 3).tolist(),
                                rng.integers(0, SMALL.V, 1 + i).tolist(), "", False, 0.0)
                for i in range(6)]
-    return answers, np.array([[1.0, 0.0, 0.5], [0.0, 0.0, 1.0]])
+    rewards = np.array([[1.0, 0.0, 0.5], [0.0, 0.0, 1.0]])
+    advantages = (rewards - rewards.mean(1, keepdims=True)).ravel()
+    return answers, advantages, sum(len(answer.ids) for answer in answers)
 
 
 def is_autograd_s(rows=4):
     """Whether loss and gradients are those of the formula at the head, in float64."""
-    answers, rewards = drawn()
-    advantages = (rewards - rewards.mean(1, keepdims=True)).ravel()
+    answers, advantages, tokens = drawn()
     params = random_params(SMALL)
     reference = to_reference(SMALL, params, dtype=torch.float64)
     expected = 0.0
@@ -107,14 +123,15 @@ def is_autograd_s(rows=4):
         logprobs = torch.log_softmax(logits[0], -1)
         for t, id in enumerate(answer.ids, len(answer.prompt) - 1):
             expected = expected - advantage * logprobs[t, id]
-    expected = expected / sum(len(answer.ids) for answer in answers)
+    expected = expected / tokens
     expected.backward()
 
-    model = make_model(rows, 12, 2, SMALL, params)
-    loss, entropy = train_rl.compute_gradients(model, answers, advantages, rows)
+    batches = train_rl.batches_of(answers, advantages, rows, 9)
+    model = on_cpu(page_of(SMALL), SMALL, params, 1, rows, 9, len(batches))
+    loss = model.gradients(batches, tokens)
     gradients = flat(collect_gradients(SMALL, reference))
-    return (0 < entropy < np.log(SMALL.V) and abs(loss - expected.item()) < 1e-5
-            and np.abs(flat(model.grads) - gradients).max() < 2e-5 * np.abs(gradients).max())
+    return (abs(loss - expected.item()) < 1e-5
+            and np.abs(flat(model.model.grads) - gradients).max() < 2e-5 * np.abs(gradients).max())
 
 
 @pytest.mark.parametrize("rows", (1, 4, 6))
@@ -123,21 +140,21 @@ def test_gradients_are_autograd_s(rows):
 
 
 WRONG = {  # what is wrong: the function, its right text, the fault
-    "weights for the prompt's tokens": ("batch_of", "len(answer.prompt) - 1 :", "0 :"),
-    "weights shifted by one": ("batch_of", "len(answer.prompt) - 1 : len(ids) - 1",
+    "weights for the prompt's tokens": ("batches_of", "len(answer.prompt) - 1 :", "0 :"),
+    "weights shifted by one": ("batches_of", "len(answer.prompt) - 1 : len(ids) - 1",
                                "len(answer.prompt) : len(ids) - 1"),
-    "the end token left out": ("batch_of", ": len(ids) - 1] = True", ": len(ids) - 2] = True"),
-    "other answers' advantages": ("compute_gradients", "advantages[some, None]",
-                                  "advantages[some, None][::-1]"),
-    "the mean of each part": ("compute_gradients", "total=tokens", "total=is_answer.sum()"),
-    "no sign": ("compute_gradients", "advantages[some, None]", "np.abs(advantages[some, None])"),
+    "the end token left out": ("batches_of", ": len(ids) - 1] = adv", ": len(ids) - 2] = adv"),
+    "other answers' advantages": ("batches_of", "advantages[begin + i]", "advantages[i]"),
+    "no sign": ("batches_of", "advantages[begin + i]", "abs(advantages[begin + i])"),
+    "the mean of each part": ("gradients", "total=total", "total=np.count_nonzero(batch[2])"),
 }
 
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_planted_fault_is_found(monkeypatch, fault):
     name, old, new = WRONG[fault]
-    monkeypatch.setattr(train_rl, name, instead(old, new)(getattr(train_rl, name)))
+    owner = train_rl if hasattr(train_rl, name) else train_rl.OnCpu
+    monkeypatch.setattr(owner, name, instead(old, new)(getattr(owner, name)))
     assert not is_autograd_s()
 
 
@@ -146,13 +163,13 @@ def test_advantages_are_over_the_group_s_mean(taught, run_here, monkeypatch):
     Path("rule.py").write_text("def reward(prompt, answer):\n    return 1.0\n")
     run_here(train_rl, *FLAGS, "-x", 1, "--tokens", 9, fails=("more than the model's 8",))
     seen = []
-    real = train_rl.compute_gradients
+    real = train_rl.batches_of
 
-    def spy(model, answers, advantages, rows):
+    def spy(answers, advantages, rows, T):
         seen.append((answers, advantages))
-        return real(model, answers, advantages, rows)
+        return real(answers, advantages, rows, T)
 
-    monkeypatch.setattr(train_rl, "compute_gradients", spy)
+    monkeypatch.setattr(train_rl, "batches_of", spy)
     monkeypatch.setattr(train_rl, "rewards_of", lambda *_: np.ones(8))
     run_here(train_rl, *FLAGS, "-x", 1, "-o", "out")
     (answers, advantages), = seen
@@ -164,9 +181,10 @@ def test_advantages_are_over_the_group_s_mean(taught, run_here, monkeypatch):
 def test_the_sampler_is_the_trainer(taught):
     """Its log-probabilities are those of the trainer's forward pass; cut answers are known."""
     model = load("run")
-    sampler = train_rl.Sampler(model, 8, 3)
+    drawing = on_cpu(*model_of(model), 8)
+    sampler = train_rl.Sampler(model.tokenizer, 3)
     answers = [answer for index, prompt in enumerate("ab")
-               for answer in sampler.answer(prompt, train_rl.randoms_of(1, 0, index, 8))]
+               for answer in sampler.answer(drawing, prompt, train_rl.randoms_of(1, 0, index, 8))]
     stops = model.tokenizer.stops
     for answer in answers:
         assert answer.is_cut == (answer.ids[-1] not in stops)
@@ -175,17 +193,67 @@ def test_the_sampler_is_the_trainer(taught):
         losses = model.losses(ids[:, :-1], ids[:, 1:])[0, len(answer.prompt) - 1 :]
         assert abs(losses.sum() + answer.logprob) < 1e-4
     assert len({tuple(answer.ids) for answer in answers}) > 4
-    again = sampler.answer("a", train_rl.randoms_of(1, 0, 0, 8))
+    again = sampler.answer(drawing, "a", train_rl.randoms_of(1, 0, 0, 8))
     assert again == answers[:8], "a resumed run draws the same"
 
 
 def test_prompts_come_in_another_order_each_time_round():
     prompts = list(range(10))
-    steps = [train_rl.prompts_of(prompts, step, 4, 1) for step in range(5)]
+    steps = [prompts_of(prompts, step, 4, 1) for step in range(5)]
     flat_steps = sum(steps, [])
     assert sorted(flat_steps[:10]) == sorted(flat_steps[10:]) == prompts
     assert flat_steps[:10] != flat_steps[10:]
-    assert train_rl.prompts_of(prompts, 2, 4, 1) == steps[2]
+    assert prompts_of(prompts, 2, 4, 1) == steps[2]
+
+
+# --------------------------------------------------------------------------------------------------
+# on a GPU
+
+
+def test_an_update_on_a_gpu_is_the_cpu_s(gpu):
+    answers, advantages, tokens = drawn()
+    batches = train_rl.batches_of(answers, advantages, 4, 9)
+    settings = dict(B=4, T=9, total_batch_size=4 * 9 * len(batches), eps=1e-3, learning_rate=0.01)
+    params = random_params(SMALL_HEADS)
+    flat(params).view(np.uint32)[...] &= 0xFFFF0000  # bfloat16 numbers
+    before = flat(params).copy()
+    found = page_of(SMALL_HEADS), SMALL_HEADS
+    there = train_rl.OnGpu(gpu, *found, params, settings, 3)
+    here = train_rl.OnCpu(*found, params, settings, 3)
+    for model in (there, here):
+        model.update(batches, tokens, 0)
+    trainer = there.trainer
+    exact = trainer.optimizer.master if trainer.settings.master else trainer.params
+    after = flat(trainer.to_host(exact))
+    assert (np.linalg.norm(after - flat(params)) < 0.08 * np.linalg.norm(flat(params) - before))
+
+
+def test_the_sampler_on_a_gpu(gpu, taught):
+    """Its log-probabilities are those of the CPU's forward pass, within bfloat16."""
+    found = load_model("run")
+    params = views(found[2].table, found[2].buffer.copy())
+    model = train_rl.OnGpu(gpu, *found[:2], params, dict(B=4, T=8), 8)
+    api = load("run")
+    sampler = train_rl.Sampler(api.tokenizer, 3)
+    for temperature in (1.0, 0.0):
+        answers = sampler.answer(model, "a", train_rl.randoms_of(1, 0, 0, 5), temperature)
+        assert len(answers) == 5 and len({tuple(one.ids) for one in answers}) > (temperature > 0)
+        for answer in answers:
+            ids = np.array([answer.prompt + answer.ids])
+            losses = api.losses(ids[:, :-1], ids[:, 1:])[0, len(answer.prompt) - 1 :]
+            assert abs(losses.sum() + answer.logprob) < 0.1
+
+
+def test_it_learns_on_a_gpu_and_resumes(gpu, taught, run_here):
+    flags = *FLAGS, "--device", "gpu", "-v", 20
+    run_here(train_rl, *flags, "-x", 60, "-o", "out")
+    with open("out/rewards.csv") as f:
+        tests = [float(row["test"]) for row in csv.DictReader(f) if row["test"]]
+    assert tests[0] < 0.5 and max(tests) > 0.8
+    run_here(train_rl, *flags, "-x", 20, "-o", "parts")
+    run_here(train_rl, *flags, "-x", 60, "-o", "parts", "-y", 1)
+    parts, whole = (Path(name, "model_00000060.bin").read_bytes() for name in ("parts", "out"))
+    assert parts == whole
 
 
 # --------------------------------------------------------------------------------------------------
@@ -228,7 +296,7 @@ def test_other_wrong_input(taught, run_here):
 
 
 def test_the_sums_of_the_documents():
-    sums = train_rl.read_reward(ROOT / "doc" / "sums.py")
+    sums = read_reward(ROOT / "doc" / "sums.py")
     assert sums("07+45=", "052") == 1 and sums("07+45=", "52") == sums("99+99=", "199") == 0
 
 

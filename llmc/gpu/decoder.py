@@ -348,9 +348,8 @@ class Decoder:
         tokens[:, :first] = prompt
         self.set(step=0, top_k=min(choice.top_k, self.config.V), temperature=choice.temperature,
                  top_p=choice.top_p)
-        states = np.array([random.state for random in randoms], np.uint64)
         with self.device.stream:
-            copy_to_gpu(self.acts.randoms, states)
+            copy_to_gpu(self.acts.randoms, np.array([one.state for one in randoms], np.uint64))
 
         begin = 0  # of the window
         begun = first  # tokens drawn, or in flight
@@ -439,6 +438,13 @@ def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):
     with device.stream:
         on_gpu = allocate(architecture.parameter_table(config, precision.dtype), cp)
         copy_weights(device, on_gpu, params)
-        text = Block({"text": Decoder.table(architecture, config, precision, B, T, geometry)})
+    return own_decoder(architecture, device, config, on_gpu, precision, B, T)
+
+
+def own_decoder(architecture, device, config, params, precision, B, T):
+    """A Decoder with memory of its own; params: Tensors on the GPU."""
+    table = Decoder.table(architecture, config, precision, B, T, device.geometry)
+    text = Block({"text": table})
+    with device.stream:
         tensors = text.over(text.allocate())
-    return Decoder(architecture, device, config, on_gpu, tensors, B, T)
+    return Decoder(architecture, device, config, params, tensors, B, T)
