@@ -154,7 +154,7 @@ class OnCpu:
         self.model = architecture(config, params)
         self.model.allocate_activations(self.settings.B, self.settings.T)
         self.model.allocate_training(self.settings.B, self.settings.T, self.settings.micro_steps)
-        self.decoder = architecture.Decoder(config, params, group, config.maxT)
+        self.decoder = architecture.Decoder(config, params, group, self.settings.T + 1)
         self.saver = Saver(self.model, self.settings)
 
     def draw(self, *arguments):
@@ -189,7 +189,7 @@ class OnGpu:
         self.trainer = Trainer(architecture, config, self.settings, matmul, params)
         self.trainer.prepare()
         self.decoder = own_decoder(architecture, matmul.device, config, self.trainer.params,
-                                   self.settings.precision, group, config.maxT)
+                                   self.settings.precision, group, self.settings.T + 1)
         self.saver = TrainerSaver(self.trainer)
 
     def draw(self, prompt, count, randoms, choice):

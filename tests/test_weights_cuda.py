@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import fake_gpus
+import train_llama3
 import train_speedrun
-from conftest import (SMALL_HEADS, SMALL_LLAMA, make_model, page_of, random_params, remove_after,
-                      run_program)
+from conftest import SMALL_HEADS, make_model, page_of, random_params, remove_after, run_program
 from fake_gpus import end_ranks, fork_ranks
 from llmc.api import load, on_gpu
 from llmc.checkpoint import write_model
@@ -23,8 +23,9 @@ from test_scale_cuda import COUNTS
 from test_verdict import plant_in_a_kernel
 from test_weights import B, T, batches, few_and_many, run_micro_batches, with_weights
 
+LLAMA = train_llama3.Config(64, 257, 2, NH=4, NKV=2, C=64, Vp=384, F=96, HS=16, tied=0)
 SPEEDRUN = train_speedrun.Config(64, 257, 2, 2, 128, 384)
-CONFIGS = {"GPT-2": SMALL_HEADS, "Llama": SMALL_LLAMA, "speed run": SPEEDRUN}
+CONFIGS = {"GPT-2": SMALL_HEADS, "Llama": LLAMA, "speed run": SPEEDRUN}
 # of the distance from an update's weights to NumPy's, beside the update
 TOLERANCES = {"float32": 5e-3, "bfloat16": 0.08, "fp8": 0.3}
 RATE = 0.01
@@ -89,8 +90,9 @@ FAULTS = {
     "another row's weight": ("classifier.cu", "dloss * weights[n]", "dloss * weights[n ^ 1]"),
     "the target without its weight": ("classifier.cu", "target_logit, of_row,",
                                       "target_logit, dloss,"),
-    "a negative weight's sign lost": ("classifier.cu", "copysignf(scaled_exp(largest_then",
-                                      "fabsf(scaled_exp(largest_then"),
+    "a negative weight's sign lost": (
+        "classifier.cu", "copysignf(scaled_exp(largest_then, offset, scale), scale)",
+        "scaled_exp(largest_then, offset, scale)"),
     "a loss that does not weigh": ("update.cu", "weights[i] * losses[i]", "losses[i]"),
     "gradients without the batch's scale": ("update.cu", "= scale * (grad_clip", "= (grad_clip"),
     "a norm without it": ("update.cu", "block_sum(squares)) * scale;", "block_sum(squares));"),
@@ -159,7 +161,8 @@ def test_from_python(gpu, workplace):
 # --------------------------------------------------------------------------------------------------
 # files of weights, on any number of GPUs
 
-RUN = ("-b", 2, "-t", 8, "-d", 64, "-x", 5, "-v", 2, "-m", 7, "-s", 0, "--grad_clip", 1)
+RUN = ("-b", 2, "-t", 8, "-d", 64, "-x", 5, "-v", 2, "-m", 7, "-s", 0, "--grad_clip", 1,
+       "--shuffle", 0, "--spread", 0)
 
 
 def results(directory):

@@ -95,7 +95,7 @@ class ForwardPasses:
         if weights is None:
             weights, total = np.ones((B, T)), B * T
         elif total is None:
-            total = np.sum(weights, dtype=np.float64)
+            total = float(np.sum(weights, dtype=np.float64))
 
         def on_gpu(room, values):  # room: of the training batch, which the next step overwrites
             values = np.ascontiguousarray(values, room.dtype)
