@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from llmc.api import load
+from llmc.chat import Template
 from llmc.checkpoint import SeveralRanks, owned_by_one
 from llmc.errors import Parser, UserError, run_main
 from llmc.files import replacing
@@ -161,7 +162,7 @@ def stream_of(recorder):
             for n in (sums[0]["ins"]["inp1"], *ends.values())]
 
 
-def film(path, inputs, targets, recorder):
+def film(path, inputs, targets, weights, recorder):
     """The prompt in the checkpoints of a run: loss, guesses, the root mean square of the residual
     stream as it begins and after each layer, and attention, in steps of 1/32."""
     steps, frames = complete_checkpoints(path), []
@@ -169,7 +170,7 @@ def film(path, inputs, targets, recorder):
     attention = next(c["outs"]["att"] for c in recorder.calls if "att" in c["outs"])
     for i in chosen if len(steps) > 1 else ():
         model = load_rounded(checkpoint_paths(path, steps[i])[0])
-        loss, acts = model.forward(inputs, targets), model.model.acts
+        loss, acts = model.forward(inputs, targets, weights), model.model.acts
         stream = [getattr(acts, name)[() if l == "" else l] for name, l in stream_of(recorder)]
         att = getattr(acts, recorder.tensors[attention]["name"])
         guesses = [[[int(id), round(float(row[id]), 4)] for id in largest(row, 3)]
@@ -212,16 +213,28 @@ def longest(recorder, model, T):
         model.forward(*np.zeros((2, 1, T), np.int32))
 
 
-def look(path, prompt, tokenizer=""):
+def tokens_of(opened, path, prompt, answer):
+    """(ids (n,), the weights of all but the first as targets (1,n-1), or None) of a prompt or, with
+    an answer to it, of a chat: then what the assistant says counts."""
+    if not answer:
+        try:
+            return opened.ids(prompt), None
+        except UserError as error:
+            raise UserError(f"--prompt: {error}") from None
+    template = Template(opened.tokenizer, path, "--answer")
+    ids, weights, ends = template.tokens([{"role": "user", "content": prompt},
+                                          {"role": "assistant", "content": answer}])
+    ids = ids[: ends[-1]]
+    return np.array(ids, np.int32), np.array([weights[1 : ends[-1]]], np.float32)
+
+
+def look(path, prompt, tokenizer="", answer=""):
     """(the page's data, for JSON; the Recorder, with its numbers). Raises UserError for a prompt
     that is too short or too long, and for a model that is too large."""
     opened = load_rounded(path, tokenizer=tokenizer)
     if not opened.tokenizer:
         raise UserError(f"{path}: no vocabulary is beside it: pass --tokenizer FILE")
-    try:
-        ids = opened.ids(prompt)
-    except UserError as error:
-        raise UserError(f"--prompt: {error}") from None
+    ids, weights = tokens_of(opened, path, prompt, answer)
     T, most, model, config = len(ids) - 1, min(MOST_TOKENS, opened.T), opened.model, opened.config
     if not 2 <= T <= most:
         raise UserError(f"--prompt: {len(ids)} token{'s' * (T != 0)}, expected 3 to {most + 1}")
@@ -238,12 +251,12 @@ def look(path, prompt, tokenizer=""):
         flat(tensors).fill(np.nan)  # so that whatever is written differs from it
     recorder, inputs, targets = Recorder(model), ids[None, :-1], ids[None, 1:]
     with watching(recorder.record):
-        loss = model.forward(inputs, targets)
+        loss = model.forward(inputs, targets, weights)
         forward = len(recorder.calls)
         model.backward()
     alive = not store_without_formula(recorder) and size <= MOST_ALIVE
     updated = update(model, path, recorder, alive)
-    frames = film(path, inputs, targets, recorder)
+    frames = film(path, inputs, targets, weights, recorder)
     longest(recorder, model, most)
     source = {name: dict(text=inspect.getsource(f), line=inspect.getsourcelines(f)[1],
                          file=Path(inspect.getsourcefile(f)).name)
@@ -253,7 +266,7 @@ def look(path, prompt, tokenizer=""):
                 for id, word in enumerate(vocabulary))
     return dict(
         path=path, title=model.TITLE, model=config.describe(), loss=loss,
-        ids=ids.tolist(), most=most, alive=alive, calls=recorder.calls, forward=forward,
+        ids=ids.tolist(), weights=None if weights is None else weights[0].tolist(), most=most, alive=alive, calls=recorder.calls, forward=forward,
         gradients=recorder.gradients, source=source, tensors=recorder.tensors, words=model.WORDS,
         vocabulary=vocabulary, typed=typed,
         update=updated, film=frames,
@@ -288,12 +301,14 @@ def main():
     add = parser.add_argument
     add("model", help="the directory of a run, a .bin file or a Hugging Face folder")
     add("--prompt", default="The cat sat on the mat.", help="its text (default: %(default)s)")
+    add("--answer", metavar="TEXT", default="", help="what it should answer to the prompt in a chat:"
+        " the loss is of these tokens alone, as in training on chats")
     add("--tokenizer", metavar="FILE", default="", help="a file (default: that beside the model)")
     add("-o", "--output", default="look.html", help="the page to write (default: %(default)s)")
     add("--open", type=int, choices=(0, 1), default=1, help="1: open it in a browser (the default)")
     args = parser.parse_args()
     check_output(args.output)
-    data, recorder = look(args.model, args.prompt, args.tokenizer)
+    data, recorder = look(args.model, args.prompt, args.tokenizer, args.answer)
     write_page(args.output, data, recorder.numbers)
     megabytes = Path(args.output).stat().st_size / 1e6
     print(f"{args.output}: {megabytes:.1f} MB, loss {data['loss']:.4f}")

@@ -6,7 +6,7 @@
 
 const $ = id => document.getElementById(id), data = JSON.parse($("data").textContent);
 const list = (count, f) => Array.from({ length: count }, (_, i) => f(i));
-let T, inputs, targets, positionsOf;  // of the prompt: see usePrompt
+let T, inputs, targets, positionsOf, shareOf;  // of the prompt: see usePrompt
 
 // ---- numbers ------------------------------------------------------------------------------------
 
@@ -129,9 +129,11 @@ function forget(kinds = null) {  // what is computed, of all or some kinds
 }
 const given = (arg, make) => tensors.filter(t => t.arg === arg && t.by === null)
   .forEach(t => Object.assign(t, { numbers: Float32Array.from(list(T, make)), found: null }));
-const lossWeights = (weight = () => 1 / T) => given("dlosses", weight);
-function usePrompt(ids) {
+const lossWeights = (weight = shareOf) => given("dlosses", weight);
+function usePrompt(ids, weights = null) {  // weights: of the targets' losses; null: all alike
   [T, inputs, targets] = [ids.length - 1, ids.slice(0, -1), ids.slice(1)];
+  const sum = weights ? weights.reduce((sum, w) => sum + w, 0) : T;
+  shareOf = t => (weights ? weights[t] : 1) / sum;
   positionsOf = Map.groupBy(list(T, t => t), t => inputs[t]);  // of a token
   for (const t of tensors) {
     t.fit();

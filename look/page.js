@@ -134,7 +134,7 @@ function go(mode, key, index, number, replaces = false) {
 const attKeys = forward.filter(c => c.outs.att).map(c => c.outs.att.key);
 const written = arg => forward.findLast(c => c.outs[arg])?.outs[arg];
 const losses = written("losses"), probs = written("probs");
-const lossOf = () => losses.data.reduce((sum, x) => sum + x, 0) / T;
+const lossOf = () => losses.data.reduce((sum, x, t) => sum + x * shareOf(t), 0);
 // mode; key, tensor, picture and index, if one is shown; given: the address's index
 let state = {};
 

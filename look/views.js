@@ -107,7 +107,9 @@ function drawPass() {
   return [words("h2", "Forward: from tokens to a loss"),
     words("p", "The step goes up, from the embedding to the loss. Dashed: a weight. Arrow keys "
       + "move, Escape goes up, / finds a tensor."),
-    words("p", `The loss is ${say(lossOf())}, the mean over the positions. Of each: what came, `
+    words("p", `The loss is ${say(lossOf())}, the mean over ${list(T, shareOf).includes(0)
+      ? "the answer's tokens, whose targets have a weight of 1, others 0"
+      : "the positions"}. Of each: what came, `
       + "with its probability, the loss, and the likeliest tokens."),
     outcomes(Array.from(losses.data), list(T, t => best(probs, t, 3)),
       (loss, t) => link(losses, [t], say(loss)))];
@@ -392,7 +394,7 @@ $("find").onchange = ({ target }) => {
 
 addEventListener("hashchange", show);
 unpack().then(() => {
-  usePrompt(data.ids);
+  usePrompt(data.ids, data.weights);
   drawAlive();
   show();
 });

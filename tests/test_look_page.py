@@ -256,3 +256,40 @@ def test_it_trains_as_numpy_does(open_page, looked, page):
     model.params.fcw[1, 3, 4] = shown.evaluate("newest['fcw|1'].num(3, 4)")
     assert shown.evaluate("lossOf()") == pytest.approx(
         model.forward(ids[:, :-1], ids[:, 1:]), abs=1e-4)
+
+
+CHAT = ("{% for m in messages %}{{ m.role[0] + ':' + m.content + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}")
+
+
+@pytest.mark.parametrize("page", (GPT2, Speedrun), ids=("GPT-2", "speedrun"))
+def test_the_loss_of_an_answer(open_page, looked, page):
+    """Its tokens alone count: the loss, its gradients and a step are those of NumPy with weights;
+    another prompt has none."""
+    path = looked[2]
+    (path / "chat_template.jinja").write_text(CHAT)
+    other = look.look(str(path), "Hi", answer="Yo!")
+    text = b"u:Hi\na:Yo!\n"
+    assert bytes(other[0]["ids"]) == text
+    weights = np.zeros((1, len(text) - 1), np.float32)
+    weights[0, text.index(b"Yo") - 1 :] = 1
+    assert other[0]["weights"] == weights[0].tolist()
+
+    model = look.load_rounded(path).model
+    ids = np.array([[*text]], np.int32)
+    model.allocate_activations(1, len(text) - 1)
+    model.allocate_training(1, len(text) - 1)
+    loss = model.forward(ids[:, :-1], ids[:, 1:], weights)
+    model.backward()
+    assert other[0]["loss"] == loss and other[0]["film"][-1]["loss"] == pytest.approx(loss)
+
+    shown, data, recorder = open_page(other=other)
+    assert shown.evaluate("lossOf()") == pytest.approx(loss, abs=1e-5)
+    shown.evaluate("location.hash = '#forward'")
+    shown.wait_for_selector("text=the mean over the answer's tokens")
+    found = shown.evaluate("Array.from(gradients['qkvw|0'].data)")
+    expected = model.grads.qkvw[0].ravel()
+    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
+    shown.fill("#typed", "another")
+    shown.press("#typed", "Enter")
+    shown.wait_for_selector("text=the mean over the positions")
