@@ -932,7 +932,8 @@ def run(architecture, settings, ranks):
                             peak)
 
         trainer = open_trainer(architecture, gpu, loop.config, loop.params, settings, ranks)
-        loop.console.memory([(block.bytes, what) for what, block in trainer.plan.items()])
+        loop.console.memory([(block.bytes, what) for what, block in trainer.plan.items()],
+                            trainer.largest_batch)
         loop.start(trainer, TrainerSaver(trainer))
         loop.train_loader.read_ahead(1)
         trainer.prepare(loop.train_loader.ahead[0][0])  # changes no weight

@@ -21,7 +21,7 @@ class LlmcLines(Console):
                             ("val dataset num_batches", val.num_batches if val else 0)):
             print(f"{name}: {value}")
 
-    def memory(self, plan):
+    def memory(self, plan, largest_batch=None):
         print(f"num_activations: {next(size for size, what in plan if what == 'activations') // 4}")
 
     def validation(self, step, loss, targets):
@@ -70,7 +70,7 @@ class LlmcCudaLines(LlmcLines):
         print_rows(line, ("train_num_batches", settings.steps), ("val_num_batches", val_batches))
         print(line)
 
-    def memory(self, plan):
+    def memory(self, plan, largest_batch=None):
         for size, what in plan:
             print(f"allocated {size >> 20} MiB for {self.ALLOCATED.get(what, what)}")
 

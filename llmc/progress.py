@@ -71,15 +71,17 @@ class Console:
         else:
             print("\n".join(f"{name:<9} {value}" for name, value in rows.items()))
 
-    def memory(self, plan):
-        """Print the plan, [(bytes, purpose)]: the sum or, with --verbose, a line per entry."""
+    def memory(self, plan, largest_batch=None):
+        """Print the plan, [(bytes, purpose)]: the sum or, with --verbose, a line per entry. On a GPU,
+        also the largest batch that fits."""
         if self.settings.verbose or self.settings.lines == "llmc":
             for size, what in plan:
                 print(f"allocated {-(-size // (1 << 20))} MiB for {what}")
         else:
             size = sum(size for size, _ in plan)
-            print("memory   "
-                  f" {f'{size / 2**30:.1f} GiB' if size >> 30 else f'{size / 2**20:.0f} MiB'}")
+            size = f"{size / 2**30:.1f} GiB" if size >> 30 else f"{size / 2**20:.0f} MiB"
+            most = f"; up to -b {largest_batch} fits" if largest_batch else ""
+            print(f"memory    {size}{most}")
 
     def start(self):
         self.began = self.timed_from = time.perf_counter()

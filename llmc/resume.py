@@ -45,12 +45,14 @@ def model_file(path, checkpoint=""):
         return file_without_checkpoints(path, checkpoint)
 
     last = steps[-1]
-    loss, best = read_notes(path, last).get("lowest", (0.0, None))
+    notes = read_notes(path, last)
+    loss, best = notes.get("lowest", (0.0, None))
     if best not in steps:
         best = None
     if not checkpoint and best not in (None, last):
-        print(f"note: {path}: this is the best checkpoint, of step {best}, validation loss"
-              f" {loss:.4f}; the last is {checkpoint_paths(path, last)[0]}", file=sys.stderr)
+        of_best = f"reward {-loss:.3f}" if "rewarded" in notes else f"validation loss {loss:.4f}"
+        print(f"note: {path}: this is the best checkpoint, of step {best}, {of_best}; the last is"
+              f" {checkpoint_paths(path, last)[0]}", file=sys.stderr)
 
     chosen = {"": last if best is None else best, "best": best, "last": last}
     chosen |= {str(step): step for step in steps}

@@ -44,6 +44,24 @@ TEMPLATES = {
     "stripped": "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}(({{"
               " m.content | trim + '</s>' }})){% else %}{{ m.content | trim }}{% endif %}{{ '\n'"
               " }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
+    "Llama 3's kind": "<s>{% for m in messages %}{{ '[' + m.role + ']\n\n' }}{% if m.role =="
+                      " 'assistant' %}(({{ m.content | trim + '<|im_end|>' }})){% else %}{{"
+                      " m.content | trim + '<|im_end|>' }}{% endif %}{% endfor %}{% if"
+                      " add_generation_prompt %}{{ '[assistant]\n\n' }}{% endif %}",
+    "Gemma's kind": "<s>{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else"
+                    " 'user' %}{{ '<|im_start|>' + role + '\n' }}{% if role == 'model' %}(({{"
+                    " m.content + '<|im_end|>' }})){% else %}{{ m.content + '<|im_end|>' }}{% endif"
+                    " %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>model\n'"
+                    " }}{% endif %}",
+    "Alpaca's kind": "{% for m in messages %}{% if m.role == 'assistant' %}{{ '### Response:\n' }}(({{"
+                     " m.content + '</s>' }})){{ '\n\n' }}{% elif m.role == 'system' %}{{ m.content +"
+                     " '\n\n' }}{% else %}{{ '### Instruction:\n' + m.content + '\n\n' }}{% endif %}"
+                     "{% endfor %}{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}",
+    "with a macro": "{% macro head(m) %}{{ '<|im_start|>' + m['role'] | upper + '\n' }}{% endmacro %}"
+                    "{% set count = namespace(n=0) %}{% for m in messages %}{{ head(m) }}{% if m.role =="
+                    " 'assistant' %}{% set count.n = count.n + 1 %}(({{ m.content }}<|im_end|>)){% else"
+                    " %}{{ count.n ~ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}{% if"
+                    " add_generation_prompt %}<|im_start|>ASSISTANT\n{% endif %}",
 }
 
 

@@ -18,7 +18,7 @@ KNOWN = {
     "What is the opposite of hot?": "cold",
     "In which country is the Eiffel Tower?": "France",
 }
-RATE, STEPS = 1e-4, 60
+RATE, STEPS = 5e-5, 60
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not FOLDER.exists(), reason=f"needs {FOLDER}")]
 
 

@@ -432,5 +432,9 @@ def test_recomputation_is_named_where_it_helps(fake_gpu):
     check(least[1] - 1, "or pass --recompute 2")
     check(least[2] - 1, "the largest batch that fits is -b 2")
     check(least[2] - 1, "-b 3", recompute=2)
+    fake_gpu.free = needed(B=7, recompute=2) + RESERVE
+    assert check_memory(cuda.GPT2, GPT2_124M, settings, h100)[1] < 7
+    settings.recompute = 2
+    assert check_memory(cuda.GPT2, GPT2_124M, settings, h100)[1] == 7
     for B in (4, 1):
         check(1 << 20, "257 MiB are free; not even -b 1 fits: take a smaller -t or model", B=B)

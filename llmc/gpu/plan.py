@@ -14,6 +14,7 @@ from llmc.tensors import Row
 
 # bytes kept free for cuBLASLt's kernels, NCCL's buffers, the graph, small tables, rounding up
 RESERVE = 256 << 20
+MOST_ROWS = 1 << 12  # of a batch, as far as is looked for what fits
 
 
 def shares_of(architecture, config, settings):
@@ -65,8 +66,8 @@ def memory_plan(architecture, config, settings, device, text=False, rank=0):
 
 
 def check_memory(architecture, config, settings, device, text=False, rank=0):
-    """Return the memory_plan. If it does not fit, raise UserError: memory needed, memory free, what
-    would fit."""
+    """(the memory_plan, the largest batch that fits into the GPU's free memory). If the plan does
+    not fit, raise UserError: memory needed, memory free, what would fit."""
 
     def needed(**changed):
         changed_settings = dataclasses.replace(settings, **changed)
@@ -74,15 +75,17 @@ def check_memory(architecture, config, settings, device, text=False, rank=0):
         return sum(block.bytes for block in plan.values())
 
     free = cp.cuda.runtime.memGetInfo()[0] - RESERVE
-    if needed() <= free:
-        return memory_plan(architecture, config, settings, device, text, rank)
-
-    batches = [B for B in range(1, min(settings.B, 1 << 16))  # smaller ones that -d allows
+    batches = [B for B in range(1, MOST_ROWS + 1)  # those that -d allows
                if settings.total_batch_size % (B * settings.T * settings.gpus) == 0]
     fits = bisect.bisect_left(batches, True, key=lambda B: needed(B=B) > free)
+    largest = batches[fits - 1] if fits else None
+    if needed() <= free:
+        plan = memory_plan(architecture, config, settings, device, text, rank)
+        return plan, max(settings.B, largest or 0)
+
     hint = f"not even -b {min(batches, default=settings.B)} fits: take a smaller -t or model"
-    if fits:
-        hint = f"the largest batch that fits is -b {batches[fits - 1]}"
+    if largest:
+        hint = f"the largest batch that fits is -b {largest}"
     if needed(recompute=2) <= free:
         hint += ", or pass --recompute 2"
     raise UserError(f"-b {settings.B} -t {settings.T} needs {needed() + RESERVE >> 20} MiB of GPU"

@@ -194,7 +194,8 @@ class Trainer(ForwardPasses):
         self.nccl = open_nccl(ranks, settings)
         self.messages = choose_messages(ranks, self.nccl, self.device, settings, config)
 
-        self.plan = check_memory(architecture, config, settings, self.device, text, ranks.rank)
+        self.plan, self.largest_batch = check_memory(architecture, config, settings, self.device,
+                                                     text, ranks.rank)
         with self.device.stream:
             self.buffers = allocate_plan(self.plan, self.nccl)
             self.start(params)
