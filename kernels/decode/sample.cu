@@ -1,12 +1,14 @@
 // decode_sample: a block draws a sequence's next token. Reading the logits from the L2 cache bounds
-// it: twice, and for top_k and top_p a few times more each. All sums have a fixed order or are of
-// integers.
+// it: twice. top_k and top_p look at the likeliest few hundred tokens alone, which the second reading
+// finds; where these are too many, or not enough, the logits are read a few times more. All sums
+// have a fixed order or are of integers.
 
 #include "decode/step.cuh"
 
 constexpr int SAMPLE_THREADS = DECODE_SAMPLE_THREADS;
 constexpr int KEY_BITS = 60, DIGIT_BITS = 10, ID_BITS = 20;
 constexpr uint64 ALL = ~0ull;
+constexpr int FEW = SAMPLE_THREADS / 2;
 constexpr int SPAN = (V + SAMPLE_THREADS - 1) / SAMPLE_THREADS * 32;  // of tokens, for a warp
 static_assert(SAMPLE_THREADS == 32 * 32 && SAMPLE_THREADS == 1 << DIGIT_BITS,
               "a lane for each warp, a thread a digit");
@@ -51,6 +53,27 @@ __device__ inline T broadcast(T x, int thread) {
     if (threadIdx.x == thread) shared = x;
     __syncthreads();
     return shared;
+}
+
+// All threads' x, in ascending order: Batcher's bitonic network.
+__device__ inline uint64 sort_block(uint64 x) {
+    __shared__ uint64 all[SAMPLE_THREADS];
+    for (int size = 2; size <= SAMPLE_THREADS; size *= 2) {
+        for (int distance = size / 2; distance > 0; distance /= 2) {
+            uint64 other;
+            if (distance < 32) {
+                other = __shfl_xor_sync(0xffffffff, x, distance);
+            } else {
+                __syncthreads();
+                all[threadIdx.x] = x;
+                __syncthreads();
+                other = all[threadIdx.x ^ distance];
+            }
+            const bool ascends = !(threadIdx.x & size), is_lower = !(threadIdx.x & distance);
+            if ((ascends == is_lower) == (other < x)) x = other;
+        }
+    }
+    return x;
 }
 
 // The first thread for which `is_it`, else the last one with `else_it`, else 0.
@@ -130,71 +153,126 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     wait_for_inputs();
     const int b = blockIdx.x, step = control->step;
     const float temperature = control->temperature;
+    // Without a temperature, only the likeliest token may be drawn, the first of equal ones.
+    const int top_k = temperature > 0.0f ? control->top_k : 0;
+    const float top_p = temperature > 0.0f ? control->top_p : 1.0f;
     logits += int64(b) * Vp;
     uint64 random = randoms[b];
     const float coin = next_coin(random);
 
-    float largest = -INFINITE, smallest = INFINITE;
+    float best = -INFINITE, smallest = INFINITE;  // of this thread's tokens
     for_tokens(logits,
-               [&](int, float x) { largest = fmaxf(largest, x), smallest = fminf(smallest, x); });
-    largest = block_max(largest), smallest = -block_max(-smallest);
+               [&](int, float x) { best = fmaxf(best, x), smallest = fminf(smallest, x); });
+    const float largest = block_max(best);
+    smallest = -block_max(-smallest);
 
     // A token's key is smaller the likelier the token, and of equally likely ones for a lower id.
     // It is proportional to the distance from the largest logit: no digit has most of the tokens.
     const float scale = 0.999f * (1ull << (KEY_BITS - ID_BITS)) / fmaxf(largest - smallest, 1e-20f);
     const auto key = [&](int v, float x) { return uint64((largest - x) * scale) << ID_BITS | v; };
     const auto exponential = [&](float x) { return expf((x - largest) / temperature); };
+    const auto in_integers = [&](float weight) { return uint64(weight * ONE); };
+    // how far in the order of likelihood their sum is top_p of `all`
+    const auto part_of = [&](uint64 all) { return max(uint64(1), uint64(double(all) * top_p)); };
 
-    // Without a temperature, only the likeliest token may be drawn, the first of equal ones.
-    // Otherwise, those with keys up to `last`: of all tokens the likeliest top_k, and of these the
-    // fewest that have top_p of their probability.
+    // How far from the largest logit the few likeliest tokens are: at least so many of them as
+    // threads whose best token is as near.
+    const int wanted = top_k > 0 ? top_k : FEW;
+    float reach = -1.0f;
+    if ((top_k > 0 || top_p < 1.0f) && wanted <= FEW) {
+        const uint64 distance = sort_block(__float_as_uint(largest - best));
+        reach = __uint_as_float(broadcast(distance, wanted - 1));
+    }
+
+    __shared__ uint64 few[SAMPLE_THREADS];  // their keys
+    __shared__ int found;
+    if (threadIdx.x == 0) found = 0;
+    __syncthreads();
     uint64 last = ALL;
-    if (temperature > 0.0f && control->top_k > 0) {
-        last = find_key(logits, control->top_k, key, [](int, float) { return uint64(1); });
-    }
-    if (temperature > 0.0f && control->top_p < 1.0f) {
-        const auto part =
-            [&, last](int v, float x) { return key(v, x) <= last ? uint64(exponential(x) * ONE) : 0;
-                                       };
-        uint64 sum = 0;
-        for_tokens(logits, [&](int v, float x) { sum += part(v, x); });
-        sum = broadcast(scan_block(sum), SAMPLE_THREADS - 1);
-        last = find_key(logits, max(uint64(1), uint64(double(sum) * control->top_p)), key, part);
-    }
     const auto weight = [&](int v, float x) {
         if (temperature == 0.0f) return x == largest ? 1.0f : 0.0f;
         return last == ALL || key(v, x) <= last ? exponential(x) : 0.0f;
     };
-
-    // The first token at which the running sum of the weights exceeds the coin's part of the whole:
-    // first the warp's span that has it, then a thread's part of that, down to one token.
     float mine = 0.0f, plain = 0.0f;  // the latter: for log-probabilities, of all tokens
+    uint64 sum = 0;
     for_tokens(logits, [&](int v, float x) {
         const float p = expf(x - largest);
         plain += p;
-        mine += temperature == 1.0f && last == ALL ? p : weight(v, x);
+        mine += temperature == 1.0f ? p : weight(v, x);
+        if (top_p < 1.0f && !top_k) sum += in_integers(exponential(x));
+        if (largest - x <= reach) {
+            const int i = atomicAdd(&found, 1);
+            if (i < SAMPLE_THREADS) few[i] = key(v, x);
+        }
     });
     const float log_sum = logf(broadcast(scan_block(plain), SAMPLE_THREADS - 1));
-    mine = warp_sum(mine);
-    if (threadIdx.x % 32) mine = 0.0f;
-    float through = scan_block(mine), target = 0.0f;
-    if (temperature > 0.0f) target = coin * broadcast(through, SAMPLE_THREADS - 1);
-    int begin = 0, end = V, span = SPAN, each = SPAN / 32;
-    while (true) {
+    if (top_p < 1.0f && !top_k) sum = broadcast(scan_block(sum), SAMPLE_THREADS - 1);
+
+    // Of all tokens the likeliest top_k, and of these the fewest that have top_p of their
+    // probability; of a token among them, in the order of ids, a thread has the weight.
+    const auto draw_of_few = [&] {
+        const uint64 own = sort_block(threadIdx.x < found ? few[threadIdx.x] : ALL);
+        const int id = own % (1 << ID_BITS);
+        bool is_kept = threadIdx.x < (top_k > 0 ? min(top_k, found) : found);
+        const float w = is_kept ? exponential(logits[id]) : 0.0f;
+        if (top_p < 1.0f) {
+            const uint64 part = in_integers(w), through = scan_block(part);
+            const uint64 all = broadcast(through, SAMPLE_THREADS - 1);
+            const uint64 target = part_of(top_k > 0 ? all : sum);
+            if (all < target) return -1;
+            is_kept = is_kept && through - part < target;
+        }
+        const uint64 kept =
+            sort_block(is_kept ? uint64(id) << 32 | __float_as_uint(w) : ALL);
+        const float mine = kept == ALL ? 0.0f : __uint_as_float(uint32(kept));
+        const float through = scan_block(mine);
+        const float target = coin * broadcast(through, SAMPLE_THREADS - 1);
         const int thread = first_thread(mine > 0.0f && through > target, mine > 0.0f);
-        begin += thread * each, end = min(end, begin + span);
-        if (span == 1) break;
-        target -= broadcast(through - mine, thread);
-        span = each = (end - begin + SAMPLE_THREADS - 1) / SAMPLE_THREADS;
-        mine = 0.0f;
-        const int from = begin + threadIdx.x * each;
-        for (int v = from; v < min(end, from + each); v++) mine += weight(v, logits[v]);
-        through = scan_block(mine);
-    }
+        return broadcast(int(kept >> 32), thread);
+    };
+    // The same of any number of tokens, with keys up to `last`: the first at which the running sum
+    // of the weights exceeds the coin's part of the whole. First the warp's span that has it, then a
+    // thread's part of that, down to one token.
+    const auto draw_of_all = [&] {
+        if (top_k > 0) last = find_key(logits, top_k, key, [](int, float) { return uint64(1); });
+        if (top_p < 1.0f) {
+            const auto part = [&, last](int v, float x) {
+                return key(v, x) <= last ? in_integers(exponential(x)) : 0;
+            };
+            uint64 all = 0;
+            for_tokens(logits, [&](int v, float x) { all += part(v, x); });
+            all = broadcast(scan_block(all), SAMPLE_THREADS - 1);
+            last = find_key(logits, part_of(all), key, part);
+        }
+        if (last != ALL) {
+            mine = 0.0f;
+            for_tokens(logits, [&](int v, float x) { mine += weight(v, x); });
+        }
+        mine = warp_sum(mine);
+        if (threadIdx.x % 32) mine = 0.0f;
+        float through = scan_block(mine), target = 0.0f;
+        if (temperature > 0.0f) target = coin * broadcast(through, SAMPLE_THREADS - 1);
+        int begin = 0, end = V, span = SPAN, each = SPAN / 32;
+        while (true) {
+            const int thread = first_thread(mine > 0.0f && through > target, mine > 0.0f);
+            begin += thread * each, end = min(end, begin + span);
+            if (span == 1) return begin;
+            target -= broadcast(through - mine, thread);
+            span = each = (end - begin + SAMPLE_THREADS - 1) / SAMPLE_THREADS;
+            mine = 0.0f;
+            const int from = begin + threadIdx.x * each;
+            for (int v = from; v < min(end, from + each); v++) mine += weight(v, logits[v]);
+            through = scan_block(mine);
+        }
+    };
+    int token = -1;
+    if (reach >= 0.0f && found <= SAMPLE_THREADS) token = draw_of_few();
+    if (token < 0) token = draw_of_all();
+
     if (threadIdx.x > 0) return;
-    next_tokens[b] = begin, randoms[b] = random;
-    drawn[step % ring * gridDim.x + b] = begin;
-    logprobs[step % ring * gridDim.x + b] = logits[begin] - largest - log_sum;
+    next_tokens[b] = token, randoms[b] = random;
+    drawn[step % ring * gridDim.x + b] = token;
+    logprobs[step % ring * gridDim.x + b] = logits[token] - largest - log_sum;
     __threadfence();
     if (atomicAdd(&control->arrived, 1) == gridDim.x - 1) {
         control->arrived = 0;
