@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from llmc.api import load
-from llmc.chat import Template
+from llmc.chat import NotPrefixes, Template
 from llmc.checkpoint import SeveralRanks, owned_by_one
 from llmc.errors import Parser, UserError, run_main
 from llmc.files import replacing
@@ -222,10 +222,14 @@ def tokens_of(opened, path, prompt, answer):
         except UserError as error:
             raise UserError(f"--prompt: {error}") from None
     template = Template(opened.tokenizer, path, "--answer")
-    ids, weights, ends = template.tokens([{"role": "user", "content": prompt},
-                                          {"role": "assistant", "content": answer}])
-    ids = ids[: ends[-1]]
-    return np.array(ids, np.int32), np.array([weights[1 : ends[-1]]], np.float32)
+    try:
+        ids, weights, ends = template.tokens([{"role": "user", "content": prompt},
+                                              {"role": "assistant", "content": answer}])
+        end = ends[-1]
+    except (NotPrefixes, IndexError):
+        raise UserError("--answer: the chat template does not show where an answer"
+                        " begins") from None
+    return np.array(ids[:end], np.int32), np.array([weights[1:end]], np.float32)
 
 
 def look(path, prompt, tokenizer="", answer=""):
@@ -237,7 +241,8 @@ def look(path, prompt, tokenizer="", answer=""):
     ids, weights = tokens_of(opened, path, prompt, answer)
     T, most, model, config = len(ids) - 1, min(MOST_TOKENS, opened.T), opened.model, opened.config
     if not 2 <= T <= most:
-        raise UserError(f"--prompt: {len(ids)} token{'s' * (T != 0)}, expected 3 to {most + 1}")
+        flag = "--prompt and --answer, in the chat template" if answer else "--prompt"
+        raise UserError(f"{flag}: {len(ids)} token{'s' * (T != 0)}, expected 3 to {most + 1}")
     size = table_elements(model.params.table)
     megabytes = size * 1.9 / 1e6  # as bfloat16s, deflated, in base64
     if megabytes > MOST_MB:
@@ -266,8 +271,9 @@ def look(path, prompt, tokenizer="", answer=""):
                 for id, word in enumerate(vocabulary))
     return dict(
         path=path, title=model.TITLE, model=config.describe(), loss=loss,
-        ids=ids.tolist(), weights=None if weights is None else weights[0].tolist(), most=most, alive=alive, calls=recorder.calls, forward=forward,
-        gradients=recorder.gradients, source=source, tensors=recorder.tensors, words=model.WORDS,
+        ids=ids.tolist(), weights=None if weights is None else weights[0].tolist(), most=most,
+        alive=alive, calls=recorder.calls, forward=forward, gradients=recorder.gradients,
+        source=source, tensors=recorder.tensors, words=model.WORDS,
         vocabulary=vocabulary, typed=typed,
         update=updated, film=frames,
     ), recorder
@@ -301,8 +307,8 @@ def main():
     add = parser.add_argument
     add("model", help="the directory of a run, a .bin file or a Hugging Face folder")
     add("--prompt", default="The cat sat on the mat.", help="its text (default: %(default)s)")
-    add("--answer", metavar="TEXT", default="", help="what it should answer to the prompt in a chat:"
-        " the loss is of these tokens alone, as in training on chats")
+    add("--answer", metavar="TEXT", default="", help="what a model should answer to the prompt in a"
+        " chat: the loss is of these tokens alone, as in training on chats")
     add("--tokenizer", metavar="FILE", default="", help="a file (default: that beside the model)")
     add("-o", "--output", default="look.html", help="the page to write (default: %(default)s)")
     add("--open", type=int, choices=(0, 1), default=1, help="1: open it in a browser (the default)")

@@ -750,7 +750,7 @@ class GPT2:
                                    top.residual2, branch, params.lnfw, params.lnfb, B, T, C)
 
     def classify(self, acts, targets, weights, loss, scale, train):
-        """loss (1,) = the sum of weights * acts.losses, times scale; with `train`, the logits become
+        """loss (1,) = scale * the sum of weights * acts.losses; with `train`, the logits become
         their gradient. Returns an event for the loss, which the side stream sums."""
         self.linear("logits").forward(acts.logits, acts.lnf)
         dloss = self.linears.dlogits_scale(scale)
@@ -853,8 +853,8 @@ class GPT2:
     # -- the step; `trainer` holds the buffers
 
     def micro_step(self, trainer, i, batch_copied=None):
-        """Forward and backward of micro-batch i; writes its loss and self.grads. batch_copied: event
-        after which all but the inputs is on the GPU."""
+        """Forward and backward of micro-batch i; writes its loss and self.grads. batch_copied: an
+        event after which all but the inputs is on the GPU."""
         batch, acts, optimizer = trainer.batch, trainer.acts, trainer.optimizer
         scale = 1.0 / (self.settings.B * self.settings.T * self.settings.micro_steps)
         with self.device.span(f"forward {i}"):

@@ -15,18 +15,20 @@ answer), two texts, that returns a number.
 
 For a prompt q, G answers a_1 .. a_G are drawn from the model p, and get rewards r_1 .. r_G. We want
 to raise the expected reward, whose gradient is E[r * grad log p(a | q)]: what was rewarded should
-become likelier. As E[grad log p] = 0, the same can be taken from all rewards of a prompt without a
-change of that; it takes away noise. The mean of the group makes a reward an advantage, A_g = r_g -
-mean(r). So we go down the gradient of
+become likelier. As E[grad log p] = 0, a number that does not depend on the answer can be subtracted
+from r: what is expected stays, and the noise is less. We take the mean of the group: an answer's
+advantage is A_g = r_g - mean(r). (The mean contains r_g, which only makes the gradient shorter, by
+1 - 1/G.) So we go down the gradient of
 
     loss = sum over all answers of an update of A_g * sum over their tokens of -log p(token) / N
 
-p(token) being its probability after all before it, N the number of these tokens. That is the
-cross entropy of training, with A_g as the weight of each token of an answer and 0 for those of the
-prompt. An answer that was worse than the others has a negative weight: its gradient is turned
-round, and the step lowers the logits of its tokens and raises all others, the likely ones most. If
-all answers of a group are equally good, it teaches nothing. The reward of an answer that does not
-end within --tokens is 0.
+p(token) being its probability after all before it, N the number of tokens of all answers of the
+update. That is the cross entropy of training, with A_g as the weight of each token of an answer and
+0 for those of the prompt. An answer that was worse than the others has a negative weight: its
+gradient is turned round, and at each position the step lowers the logit of the token that was drawn
+and raises all others, the likely ones most. If all answers of a group are equally good, it teaches
+nothing. An answer that does not end within --tokens is cut and gets 0, so rewards should not be
+negative.
 
 Others add to that: GRPO (https://arxiv.org/abs/2402.03300) divides A by the group's deviation,
 averages over each answer first, keeps the step near the old p by clipping their ratio, and near a
@@ -47,17 +49,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmc import sampler
 from llmc.api import load_with_vocabulary, on_gpu
 from llmc.chat import Template, find_template
 from llmc.checkpoint import Progress
-from llmc.errors import Interruption, Parser, UserError, run_main
+from llmc.errors import Interrupted, Interruption, Parser, UserError, run_main
 from llmc.files import locked, make_directory, replacing
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.loop import Saver, check_update
 from llmc.resume import checkpoint_paths, find_checkpoint, read_notes, stopped
 from llmc.rewards import prompts_of, read_prompts, read_reward, rewards_of
-from llmc.sampler import Choice, Random
+from llmc.sampler import Choice, Random, draw
 from llmc.settings import Settings
 from llmc.shuffle import Position
 from llmc.single_process import SINGLE_PROCESS
@@ -99,7 +100,8 @@ class Sampler:
         return self.template.encode(text)[0]
 
     def answer(self, model, prompt, randoms, temperature=1.0):
-        """An Answer to a prompt, a text, for each Random. model: an OnCpu or OnGpu."""
+        """An Answer to a prompt, a text, for each Random. model: an OnCpu, an OnGpu, or else with
+        their `draw`."""
         ids = self.ids_of(prompt)
         stops = self.vocabulary.stops
         drawn = [[] for _ in randoms]
@@ -154,11 +156,11 @@ class OnCpu:
         self.model = architecture(config, params)
         self.model.allocate_activations(self.settings.B, self.settings.T)
         self.model.allocate_training(self.settings.B, self.settings.T, self.settings.micro_steps)
-        self.decoder = architecture.Decoder(config, params, group, self.settings.T + 1)
+        self.decoder = architecture.Decoder(config, params, group, self.settings.T)
         self.saver = Saver(self.model, self.settings)
 
     def draw(self, *arguments):
-        return sampler.draw(self.decoder, *arguments, want_logprobs=True)
+        return draw(self.decoder, *arguments, want_logprobs=True)
 
     def gradients(self, batches, total):
         """model.grads = the gradients of the loss at the head, total: N; returns that loss."""
@@ -169,6 +171,9 @@ class OnCpu:
         return loss
 
     def update(self, batches, total, step):
+        """Changes nothing if no target has a weight."""
+        if not any(weights.any() for *_, weights in batches):
+            return
         loss = self.gradients(batches, total)
         norm, scale = self.model.norm_and_scale(self.settings)
         check_update(step, loss, norm)
@@ -180,22 +185,23 @@ class OnGpu:
     """The same on a GPU, in bfloat16 where it has that."""
 
     def __init__(self, gpu, architecture, config, params, settings, group):
-        from llmc.gpu.decoder import own_decoder
         from llmc.gpu.saver import TrainerSaver
         from llmc.gpu.trainer import Trainer, open_device
         architecture = on_gpu(architecture)
         self.settings = architecture.resolve_auto(architecture.Settings(**settings), gpu.arch)
         _, matmul = open_device(architecture, gpu, config, self.settings.precision, text=True)
-        self.trainer = Trainer(architecture, config, self.settings, matmul, params)
+        try:
+            self.trainer = Trainer(architecture, config, self.settings, matmul, params, text=group)
+        except UserError as error:  # too large: in this program's flags
+            raise UserError(str(error).replace("-b ", "--rows ")) from None
         self.trainer.prepare()
-        self.decoder = own_decoder(architecture, matmul.device, config, self.trainer.params,
-                                   self.settings.precision, group, self.settings.T + 1)
         self.saver = TrainerSaver(self.trainer)
 
     def draw(self, prompt, count, randoms, choice):
         """The decoder always draws a whole group."""
-        idle = [Random() for _ in range(self.decoder.B - len(randoms))]
-        for tokens, logprobs in self.decoder.draw(prompt, count, [*randoms, *idle], choice):
+        decoder = self.trainer.decoder
+        idle = [Random() for _ in range(decoder.B - len(randoms))]
+        for tokens, logprobs in decoder.draw(prompt, count, [*randoms, *idle], choice):
             yield tokens[: len(randoms)], logprobs[: len(randoms)]
 
     def update(self, batches, total, step):
@@ -216,7 +222,7 @@ def parse_arguments():
     add("--prompts", required=True, metavar="FILE", help="prompts to learn on, a line each")
     add("--test", metavar="FILE", help="other prompts, which are answered greedily now and then")
     add("--reward", required=True, metavar="FILE",
-        help="Python with reward(prompt, answer) -> a number")
+        help="Python with reward(prompt, answer) -> a number, 0 or more")
     add("-o", "--output", default="", metavar="DIR", help="where the model is saved")
     add("-y", "--resume", type=int, choices=(0, 1), default=0, help="1: go on from -o's checkpoint")
     add("-x", "--steps", type=int, default=1000, metavar="N", help="updates")
@@ -237,6 +243,8 @@ def parse_arguments():
                             seed=0).items():
         if getattr(args, name) < least:
             raise UserError(f"--{name} {getattr(args, name)}: expected at least {least}")
+    if args.output.endswith(".log"):
+        raise UserError(f"-o {args.output}: a log file, expected the name of a directory")
     return args
 
 
@@ -247,8 +255,8 @@ def open_model(args, found, rows, T):
                     total_batch_size=rows * T * micro_steps, learning_rate=args.learning_rate,
                     weight_decay=0.0, beta2=0.95, grad_clip=args.grad_clip,
                     patience=1)  # of which the newest checkpoint and the best are kept
-    on_gpu = try_gpu(args.device, lambda gpu: OnGpu(gpu, *found, settings, args.group))
-    return on_gpu or OnCpu(*found, settings, args.group)
+    there = try_gpu(args.device, lambda gpu: OnGpu(gpu, *found, settings, args.group))
+    return there or OnCpu(*found, settings, args.group)
 
 
 @gpu_errors_as_lines()
@@ -268,34 +276,43 @@ def main():
         sampler = Sampler(vocabulary, args.tokens)
         maxT = found[1].maxT
         prompts, longest = read_prompts(args.prompts, sampler, args.tokens, maxT)
-        tested = []
+        test_prompts = []
         if args.test:
-            tested, _ = read_prompts(args.test, sampler, args.tokens, maxT)
+            test_prompts, longest_test = read_prompts(args.test, sampler, args.tokens, maxT)
+            longest = max(longest, longest_test)
         if not args.output:
             print("nothing is saved: there is no -o DIR")
         T = longest + args.tokens - 1  # the last token is a target alone
         rows = min(args.rows or max(1, 8192 // T), args.batch_size * args.group)
         model = open_model(args, found, rows, T)
-        return Run(args, model, sampler, reward, prompts, tested).go(first or 0)
+        return Run(args, model, sampler, reward, prompts, test_prompts).go(first or 0)
 
 
 class Run:
     """The loop, its log and its checkpoints."""
 
     def __init__(self, *arguments):
-        self.args, self.model, self.sampler, self.reward, self.prompts, self.tested = arguments
+        (self.args, self.model, self.sampler, self.reward, self.prompts,
+         self.test_prompts) = arguments
         self.settings = self.model.settings
         self.best = (1e30, 0)  # minus the test's reward, its step
         # what a resumed run must have, too
         self.same = {name: getattr(self.args, name)
                      for name in ("batch_size", "group", "tokens", "seed")}
+        self.same |= {"rows": self.settings.B, "length": self.settings.T}
 
     def go(self, first):
         if first:
             notes = read_notes(self.args.output, first)
-            if notes.get("rewarded", self.same) != self.same:
+            if "rewarded" not in notes:
+                raise UserError(f"{self.args.output}: of a run of another program: choose another"
+                                " -o")
+            if notes["rewarded"] != self.same:
                 raise UserError(f"{self.args.output}: of a run with {notes['rewarded']}, found"
-                                f" {self.same}: resume with its flags")
+                                f" {self.same}: resume with its flags and prompts")
+            if first >= self.args.steps:
+                raise UserError(f"{self.args.output}: its checkpoint is of step {first}: pass a"
+                                " larger -x")
             self.best = tuple(notes.get("lowest", self.best))
             nothing = SimpleNamespace(seek=lambda *_: None)  # no loader, no sampler of a run's
             self.model.saver.restore(first, nothing, nothing)
@@ -304,8 +321,12 @@ class Run:
             keep_tokenizer(self.args.output, self.sampler.vocabulary)
         self.open_log(first)
         interruption = Interruption(SINGLE_PROCESS)
-        if not first:
-            self.report(0, {}, self.test(0))
+        try:
+            if not first:
+                self.report(0, {}, self.test(0, interruption.check))
+        except Interrupted as interrupted:
+            stopped(self.settings, None)
+            return 128 + interrupted.args[0]
         for step in range(first, self.args.steps):
             row = self.update(step)
             done = step + 1
@@ -344,22 +365,25 @@ class Run:
                 "entropy": -sum(answer.logprob for answer in answers) / tokens,
                 "seconds": time.perf_counter() - began}
 
-    def test(self, step):
-        """The mean reward of greedy answers to the test's prompts; None without any."""
-        if not self.tested:
+    def test(self, step, check=lambda: None):
+        """The mean reward of greedy answers to the test's prompts; None without any. check: called
+        before each, may raise Interrupted."""
+        if not self.test_prompts:
             return None
-        answers = [self.sampler.answer(self.model, prompt, [Random()], 0.0)
-                   for prompt in self.tested]
-        found = float(np.mean([rewards_of(self.reward, prompt, of_prompt)
-                               for prompt, of_prompt in zip(self.tested, answers)]))
-        if step and -found < self.best[0]:
-            self.best = -found, step
-        return found
+        rewards = []
+        for prompt in self.test_prompts:
+            check()
+            answers = self.sampler.answer(self.model, prompt, [Random()], 0.0)
+            rewards.append(rewards_of(self.reward, prompt, answers))
+        mean = float(np.mean(rewards))
+        if step and -mean < self.best[0]:
+            self.best = -mean, step
+        return mean
 
     def save(self, step):
         if self.args.output:
-            notes = {"lowest": self.best if self.tested else (1e30, step), "of_patience": True,
-                     "rewarded": self.same, "model": self.args.model,
+            notes = {"lowest": self.best if self.test_prompts else (1e30, step),
+                     "of_patience": True, "rewarded": self.same, "model": self.args.model,
                      "optimizer": self.settings.of_updates()}
             self.model.saver.save(Progress(step, 1, Position(0, 0, None), (0, 0, 0)), notes)
             self.model.saver.wait()
@@ -369,18 +393,20 @@ class Run:
         if self.args.output:
             path = os.path.join(self.args.output, "rewards.csv")
             rows = open(path).readlines()[1:] if first and os.path.exists(path) else []
-            kept = [row for row in rows if int(row.split(",")[0]) <= first]
+            numbers = [row.split(",")[0] for row in rows]
+            kept = [row for row, number in zip(rows, numbers)
+                    if number.isdigit() and int(number) <= first and row.endswith("\n")]
             with replacing(path) as f:
                 f.write("".join([",".join(COLUMNS) + "\n", *kept]).encode())
             self.log = open(path, "a", buffering=1)
 
-    def report(self, step, row, tested):
-        if tested is not None:
-            row["test"] = tested
+    def report(self, step, row, test_reward):
+        if test_reward is not None:
+            row["test"] = test_reward
         if self.log:
             self.log.write(",".join([str(step), *(f"{row[name]:.6g}" if name in row else ""
                                                   for name in COLUMNS[1:])]) + "\n")
-        if tested is not None or step % 10 == 0 or step == 1:
+        if test_reward is not None or step % 10 == 0 or step == 1:
             words = [f"step {step}/{self.args.steps}"]
             for name, what in dict(reward="reward {:.3f}", equal_groups="equal groups {:.0%}",
                                    length="length {:.1f}", entropy="entropy {:.3f}",

@@ -149,15 +149,13 @@ __device__ inline MaxAndSum add_part(MaxAndSum so_far, Packs& packs, bool write_
     return {largest, sum};
 }
 
-// Write the gradient of part s to the row; packs: logits or, if KEEPS, their exponentials. scale:
-// dloss, which has the sign of the row's weight, / the row's sum; offset: offset_of the row's
-// maximum and log2(|scale|); largest_then: this thread's maximum so far when it had merged part s;
-// target_logit: before the cap, of the thread that has the target.
+// Write the gradient of part s to the row; packs: logits or, if KEEPS, their exponentials. of_row:
+// dloss times the row's weight; scale: that / the row's sum; offset: offset_of the row's maximum and
+// log2(|scale|), which has lost the sign; largest_then: this thread's maximum so far when it had
+// merged part s; target_logit: before the cap, of the thread that has the target.
 __device__ inline void write_gradient_part(dlogit* row, const Packs& packs, int s, float offset,
-                                           float scale,
-                                           float largest_then, int target, float target_logit,
-                                               float dloss,
-                                           Rounding& rounding) {
+                                           float scale, float largest_then, int target,
+                                           float target_logit, float of_row, Rounding& rounding) {
     const float factor = copysignf(scaled_exp(largest_then, offset, scale), scale);
 #pragma unroll
     for (int i = 0; i < LOADS_AT_ONCE; i++) {
@@ -174,7 +172,7 @@ __device__ inline void write_gradient_part(dlogit* row, const Packs& packs, int 
         if (has_target(v, target)) {
 #pragma unroll
             for (int k = 0; k < PACK; k++) {
-                if (v + k == target) x.x[k] -= cap_slope(target_logit) * dloss;
+                if (v + k == target) x.x[k] -= cap_slope(target_logit) * of_row;
             }
         }
         store_dlogits(row + v, x, lanes, rounding);

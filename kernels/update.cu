@@ -46,8 +46,8 @@ extern "C" __global__ void copy_batch(int* batch, const int* pinned, const Contr
     if (i < end) batch[i] = pinned[control->steps_begun % 2 * words + i];
 }
 
-// One block (UPDATE_LOSS_THREADS). loss (1), losses, weights (N). scale: without weights, 1 / (N *
-// micro-batches in the update).
+// One block (UPDATE_LOSS_THREADS). loss (1), losses, weights (N). scale: in an update, 1 / (N *
+// micro-batches), with or without weights, which prepare_update makes up for.
 extern "C" __global__ void __launch_bounds__(UPDATE_LOSS_THREADS)
 loss_mean(float* loss, const float* losses, const float* weights, float scale, int N) {
     float sum = 0.0f;
@@ -113,7 +113,7 @@ prepare_update(Control* control, Report* reports, const float* losses, const flo
     float squares = 0.0f;
 #pragma unroll 8
     for (int i = threadIdx.x; i < chunks; i += THREADS) squares += partials[i];
-    const float norm = sqrtf(block_sum(squares)) * scale;
+    const float norm = sqrtf(block_sum(squares)) * fabsf(scale);
     if (threadIdx.x > 0) return;
     float loss = losses[0];
     for (int i = 1; i < micro_steps; i++) loss += losses[i];

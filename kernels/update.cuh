@@ -15,7 +15,7 @@ struct Control {
     float learning_rate;
     float grad_scale;   // what gradients are multiplied by: the batch's scale, and by clipping
     int halted;         // a loss or norm was not finite: the weights no longer change
-    int skipped;        // this update is an outlier
+    int skipped;        // this update is an outlier, or has no target
 };
 
 struct Chunk {       // CHUNKS of llmc/gpu/shares.py

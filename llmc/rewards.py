@@ -44,8 +44,10 @@ def read_reward(path):
     if not os.path.isfile(path):
         raise UserError(f"--reward {path}: no such file, expected Python with reward(prompt,"
                         " answer)")
-    loader = SourceFileLoader("rule", os.fspath(path))  # whatever the file's name ends in
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("rule", loader))
+    name = "a_rule_for_train_rl"
+    loader = SourceFileLoader(name, os.fspath(path))  # whatever the file's name ends in
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    sys.modules[name] = module
     sys.path.append(os.path.dirname(os.path.abspath(path)))  # for what it imports
     try:
         loader.exec_module(module)

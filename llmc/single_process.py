@@ -54,6 +54,8 @@ class SingleProcess:
         """Return the values of all ranks, in order, on every rank."""
         return [value]
 
+    gather_numbers = gather
+
     def attempt(self, function):
         """Call function() on each rank, and return all results, in order. A UserError on one rank
         is raised on all."""

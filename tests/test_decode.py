@@ -22,6 +22,7 @@ from llmc.sampler import Choice, Random
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, layer, views
 from test_kernels import PRECISIONS
 from test_compile import check_launches, compile_file, signatures
+from test_verdict import plant_in_a_kernel
 from train_gpt2 import Config
 from train_llama3 import Config as LlamaConfig
 
@@ -316,6 +317,26 @@ def test_drawing(decoders, V, spread, choice):
                 break
         else:
             raise AssertionError(f"{b}: {id} with the coin {coin}")
+
+
+FAULTS = {  # in choosing among few: the right text of sample.cu, the fault, the choice that shows it
+    "the last of the likeliest lost": ("min(top_k, found)", "min(top_k, found) - 1",
+                                       Choice(1.0, 2)),
+    "one too many": ("min(top_k, found)", "min(top_k + 1, found)", Choice(1.0, 1)),
+    "the nucleus one short": ("through - part < target", "through < target", Choice(0.7, 0, 0.5)),
+    "the nucleus of the few": ("part_of(top_k > 0 ? all : sum)", "part_of(all)",
+                               Choice(1.3, 0, 0.9)),
+    "in the order of likelihood": ("sort_block(is_kept ? uint64(id)", "(is_kept ? uint64(id)",
+                                   Choice(1.0, 40)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_choosing_is_found(decoders, tmp_path, monkeypatch, fault):
+    right, wrong, choice = FAULTS[fault]
+    plant_in_a_kernel(tmp_path, monkeypatch, "decode/sample.cu", right, wrong)
+    with pytest.raises(AssertionError):
+        test_drawing(decoders, 50257, 3.0, choice)
 
 
 @pytest.mark.parametrize("config, prompt, count", (

@@ -1,8 +1,9 @@
-"""train_rl.py: gradients beside autograd's; the sampler beside the trainer; a run that learns, and its
-resume; what is refused."""
+"""train_rl.py: gradients beside autograd's; the sampler beside the trainer; a run that learns, and
+its resume; what is refused."""
 
 import csv
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,11 +20,14 @@ import train_speedrun
 from conftest import (ROOT, SMALL, SMALL_HEADS, assert_one_line_error, page_of, random_params,
                       remove_after, trainer_of)
 from llmc.api import load, load_model
-from llmc.rewards import prompts_of, read_reward
+from llmc.rewards import prompts_of, read_reward, rewards_of
+from llmc.sampler import Random
 from llmc.tensors import flat, views
 from reference import collect_gradients, to_reference
 from test_verdict import instead
 
+PAGES = ("Llama", "l2"), ("speed run", "s2")
+PAGES_OF = {"Llama": train_llama3.Llama3, "speed run": train_speedrun.Speedrun}
 
 
 def model_of(api):
@@ -55,8 +59,8 @@ def taught(here, run_here):
     return here
 
 
-FLAGS = ("run --prompts prompts.txt --test prompts.txt --reward rule.py --tokens 3 -b 8 -g 8 -l 1e-3"
-         " --rows 32 --device cpu").split()
+FLAGS = ("run --prompts prompts.txt --test prompts.txt --reward rule.py --tokens 3 -b 8 -g 8"
+         " -l 1e-3 --rows 32 --device cpu").split()
 
 
 def test_it_learns_what_is_rewarded(taught, run_here):
@@ -64,7 +68,8 @@ def test_it_learns_what_is_rewarded(taught, run_here):
     run_here(train_rl, *FLAGS, "-x", 60, "-v", 20, "-o", "out")
     with open("out/rewards.csv") as f:
         rows = list(csv.DictReader(f))
-    assert len(rows) == 61 and [row["step"] for row in rows if row["test"]] == ["0", "20", "40", "60"]
+    steps = [int(row["step"]) for row in rows if row["test"]]
+    assert len(rows) == 61 and steps == [0, 20, 40, 60]
     tests = [float(row["test"]) for row in rows if row["test"]]
     assert tests[0] < 0.5 and max(tests) > 0.8
     rewards = [float(row["reward"]) for row in rows[1:]]
@@ -237,11 +242,24 @@ def test_the_sampler_on_a_gpu(gpu, taught):
     sampler = train_rl.Sampler(api.tokenizer, 3)
     for temperature in (1.0, 0.0):
         answers = sampler.answer(model, "a", train_rl.randoms_of(1, 0, 0, 5), temperature)
-        assert len(answers) == 5 and len({tuple(one.ids) for one in answers}) > (temperature > 0)
+        different = len({tuple(one.ids) for one in answers})
+        assert len(answers) == 5 and (different > 1 if temperature else different == 1)
         for answer in answers:
             ids = np.array([answer.prompt + answer.ids])
             losses = api.losses(ids[:, :-1], ids[:, 1:])[0, len(answer.prompt) - 1 :]
             assert abs(losses.sum() + answer.logprob) < 0.1
+
+
+@pytest.mark.parametrize("page, size", PAGES)
+def test_other_models_resume_on_a_gpu(gpu, taught, run_here, page, size):
+    run_here(trainer_of(PAGES_OF[page]),
+             *f"-e {size} -i talks -t 8 -b 8 -x 4 -v 0 -s 0 -o {size}".split())
+    flags = size, *FLAGS[1:], "--device", "gpu", "-v", 2
+    run_here(train_rl, *flags, "-x", 4, "-o", "whole")
+    run_here(train_rl, *flags, "-x", 2, "-o", "out")
+    run_here(train_rl, *flags, "-x", 4, "-o", "out", "-y", 1)
+    whole, parts = (Path(name, "model_00000004.bin").read_bytes() for name in ("whole", "out"))
+    assert whole == parts
 
 
 def test_it_learns_on_a_gpu_and_resumes(gpu, taught, run_here):
@@ -292,7 +310,41 @@ def test_other_wrong_input(taught, run_here):
     run_here(train_rl, *FLAGS, "-x", 1, "-o", "out")
     fails("-o", "out", words=("out: holds a checkpoint of step 1: resume with -y 1",))
     fails("-o", "out", "-y", 1, "-g", 4, words=("out: of a run with", "resume with its flags"))
+    fails("-o", "out", "-y", 1, "-x", 1,
+          words=("out: its checkpoint is of step 1: pass a larger -x",))
+    fails("-o", "run", "-y", 1, words=("run: of a run of another program",))
+    fails("-o", "out.log", words=("-o out.log: a log file",))
     assert run_here(train_rl, *FLAGS[1:], "gpt2_124M.bin", check=False).returncode == 1
+
+
+def test_a_longer_prompt_to_test(taught, run_here):
+    """Is read whole: as if the prompts to learn on were as long."""
+    Path("long.txt").write_text("abcd\n")
+    Path("both.txt").write_text("a\nabcd\n")
+    Path("one.txt").write_text("a\n")
+    found = []
+    for prompts in ("one.txt", "both.txt"):
+        done = run_here(train_rl, *FLAGS, "--prompts", prompts, "--test", "long.txt", "-x", 1)
+        found.append(re.search("step 0/1 .*", done.stdout)[0])
+    model = load("run")
+    sampler = train_rl.Sampler(model.tokenizer, 3)
+    answer, = sampler.answer(on_cpu(*model_of(model), 1, T=8), "abcd", [Random()], 0.0)
+    expected = rewards_of(read_reward("rule.py"), "abcd", [answer])[0]
+    assert found == [f"step 0/1 | test {expected:.3f}"] * 2
+
+
+def test_a_step_that_teaches_nothing(taught):
+    """Moves no weight, also once AdamW has momentum."""
+    model = on_cpu(*model_of(load("run")), 4, count=2)
+    answers, advantages, tokens = drawn()
+    answers = [answer._replace(prompt=[1], ids=answer.ids[:4]) for answer in answers]
+    answers = [answer._replace(ids=[id % 9 for id in answer.ids]) for answer in answers]
+    model.update(train_rl.batches_of(answers, advantages, 4, 8), tokens, 0)
+    before = flat(model.model.params).copy()
+    model.update(train_rl.batches_of(answers, 0 * advantages, 4, 8), tokens, 1)
+    assert np.array_equal(before, flat(model.model.params))
+    model.update(train_rl.batches_of(answers, advantages, 4, 8), tokens, 2)
+    assert not np.array_equal(before, flat(model.model.params))
 
 
 def test_the_sums_of_the_documents():
@@ -300,12 +352,15 @@ def test_the_sums_of_the_documents():
     assert sums("07+45=", "052") == 1 and sums("07+45=", "52") == sums("99+99=", "199") == 0
 
 
-@pytest.mark.parametrize("page, size", (("train_llama3", "l2"), ("train_speedrun", "s2")))
+@pytest.mark.parametrize("page, size", PAGES)
 def test_other_models_learn_by_their_own_optimizers(taught, run_here, page, size):
     """And resume, with Muon's state."""
-    trainer = {"train_llama3": train_llama3.Llama3, "train_speedrun": train_speedrun.Speedrun}[page]
-    run_here(trainer_of(trainer),
+    run_here(trainer_of(PAGES_OF[page]),
              *f"-e {size} -i talks -t 8 -b 8 -x 4 -v 0 -s 0 -o {size}".split())
-    flags = size, *FLAGS[1:], "-v", 1, "-o", "out"
-    run_here(train_rl, *flags, "-x", 1)
-    assert run_here(train_rl, *flags, "-x", 2, "-y", 1).stdout.startswith("resuming at step 1")
+    flags = size, *FLAGS[1:], "-v", 1
+    run_here(train_rl, *flags, "-x", 2, "-o", "whole")
+    run_here(train_rl, *flags, "-x", 1, "-o", "out")
+    done = run_here(train_rl, *flags, "-x", 2, "-o", "out", "-y", 1)
+    assert done.stdout.startswith("resuming at step 1")
+    whole, parts = (Path(name, "model_00000002.bin").read_bytes() for name in ("whole", "out"))
+    assert whole == parts

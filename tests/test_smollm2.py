@@ -1,5 +1,5 @@
-"""A real model, SmolLM2-135M-Instruct, where its folder is in the project's root (dev/smollm2.py makes
-it): on a GPU it learns twenty made-up facts from chats, and keeps what it knew."""
+"""A real model, SmolLM2-135M-Instruct, where its folder is in the project's root (dev/smollm2.py
+makes it): on a GPU it learns twenty made-up facts from chats, and keeps what it knew."""
 
 import json
 
@@ -37,11 +37,10 @@ def prepared(tmp_path_factory):
 def answers(model, questions):
     """The greedy answers of a run, or of a folder."""
     import train_rl
-    from llmc.api import load_with_vocabulary
+    from llmc.api import load_with_vocabulary, on_gpu
     from llmc.gpu.decoder import open_decoder
     from llmc.gpu.device import open_gpu
     from llmc.sampler import Random
-    from llmc.api import on_gpu
     architecture, config, params, vocabulary = load_with_vocabulary(str(model))
     sampler = train_rl.Sampler(vocabulary, 32)
     decoder = open_decoder(on_gpu(architecture), open_gpu(), config, params, 1, 256)

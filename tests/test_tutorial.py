@@ -218,7 +218,7 @@ def test_from_text_to_text(project, tmp_path):
         os.symlink(path, path.name)
     (tmp_path / "data" / "tiny_shakespeare.txt").write_bytes(b"def main(ROMEO):\n    return ROMEO\n"
                                                              * 100)
-    short = ("-e", "d2", "-b", 2, "-t", 16, "-v", 2, "-s", 0, "-n", 2)
+    short = ("-e", "s2", "-b", 2, "-t", 16, "-v", 2, "-s", 0, "-n", 2)
     first = run_recipe("run_shakespeare_char.sh", *short, "-x", 2, cwd="bin",
                        CUDA_VISIBLE_DEVICES="")
     again = run_recipe("run_shakespeare_char.sh", *short, "-x", 4, cwd="bin",

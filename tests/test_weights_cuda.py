@@ -80,10 +80,12 @@ def agree(gpu, config, dtype, weights, total=None, graph=1):
 
 @pytest.mark.parametrize("config, dtype, graph", itertools.product(CONFIGS, TOLERANCES, (0, 1)))
 def test_an_update_is_numpy_s(gpu, config, dtype, graph):
-    """Of one target beside many beside none; and of signed weights over a total, as of rewards."""
+    """Of one target beside many beside none; of signed weights over a total, as of rewards; and of
+    negative ones, whose sum is negative."""
     need({"bfloat16": "bf16", "fp8": "cuda-fp8"}.get(dtype, dtype))
     assert agree(gpu, CONFIGS[config], dtype, few_and_many(), graph=graph)
     assert agree(gpu, CONFIGS[config], dtype, SIGNED, total=30.0, graph=graph)
+    assert agree(gpu, CONFIGS[config], dtype, -few_and_many()[1][None], graph=graph)
 
 
 FAULTS = {
@@ -107,6 +109,8 @@ CAPPED_FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_a_kernel_is_found(gpu, tmp_path, monkeypatch, fault):
     need("bf16")
+    if "sign" in fault and gpu.arch != "sm_90a":
+        pytest.skip("other kernels make each exponential anew")
     plant_in_a_kernel(tmp_path, monkeypatch, *FAULTS[fault])
     assert not all(agree(gpu, SMALL_HEADS, "bfloat16", *case)
                    for case in ((few_and_many(),), (SIGNED, 30.0)))
@@ -193,10 +197,12 @@ def test_a_run_and_its_resume_on_one_and_two_gpus(few_targets, page, dtype):
     need({"bfloat16": "bf16", "fp8": "cuda-fp8"}.get(dtype, dtype))
     model = () if page == "gpt2" else ("-e", "l2" if page == "llama3" else "s2")
     train = functools.partial(run_program, f"train_{page}_cuda.py", *model, *RUN, "--dtype", dtype)
+    train("--graph", 0, "-o", "run")
     for count in COUNTS[:2] or [1]:
         done = train("--gpus", count, "-n", 2, "-o", f"run{count}")
         assert f"skipped: {NO_TARGETS}" in done.stdout and "nan" not in done.stdout
-        assert results(f"run{count}") == results("run1")
+        assert results(f"run{count}")[0] == results("run")[0]  # the log
+        assert results(f"run{count}")[-1] == results("run")[-1]  # the last model
     last = Path("run1/model_00000005.bin").read_bytes()
     remove_after("run1", 2)
     train("--gpus", (COUNTS[:2] or [1])[-1], "-o", "run1", "-y", 1)

@@ -1,7 +1,7 @@
 // decode_sample: a block draws a sequence's next token. Reading the logits from the L2 cache bounds
-// it: twice. top_k and top_p look at the likeliest few hundred tokens alone, which the second reading
-// finds; where these are too many, or not enough, the logits are read a few times more. All sums
-// have a fixed order or are of integers.
+// it: twice. top_k and top_p look at the likeliest few hundred tokens alone, which the second
+// reading finds; where these are too many, or not enough, the logits are read a few times more. All
+// sums have a fixed order or are of integers.
 
 #include "decode/step.cuh"
 
@@ -195,16 +195,23 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     };
     float mine = 0.0f, plain = 0.0f;  // the latter: for log-probabilities, of all tokens
     uint64 sum = 0;
-    for_tokens(logits, [&](int v, float x) {
+    const auto add = [&](int v, float x) {
         const float p = expf(x - largest);
         plain += p;
         mine += temperature == 1.0f ? p : weight(v, x);
-        if (top_p < 1.0f && !top_k) sum += in_integers(exponential(x));
-        if (largest - x <= reach) {
-            const int i = atomicAdd(&found, 1);
-            if (i < SAMPLE_THREADS) few[i] = key(v, x);
-        }
-    });
+    };
+    if (reach < 0.0f) {
+        for_tokens(logits, add);
+    } else {
+        for_tokens(logits, [&](int v, float x) {
+            add(v, x);
+            if (top_p < 1.0f && !top_k) sum += in_integers(exponential(x));
+            if (largest - x <= reach) {
+                const int i = atomicAdd(&found, 1);
+                if (i < SAMPLE_THREADS) few[i] = key(v, x);
+            }
+        });
+    }
     const float log_sum = logf(broadcast(scan_block(plain), SAMPLE_THREADS - 1));
     if (top_p < 1.0f && !top_k) sum = broadcast(scan_block(sum), SAMPLE_THREADS - 1);
 
@@ -231,8 +238,8 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
         return broadcast(int(kept >> 32), thread);
     };
     // The same of any number of tokens, with keys up to `last`: the first at which the running sum
-    // of the weights exceeds the coin's part of the whole. First the warp's span that has it, then a
-    // thread's part of that, down to one token.
+    // of the weights exceeds the coin's part of the whole. First the warp's span that has it, then
+    // a thread's part of that, down to one token.
     const auto draw_of_all = [&] {
         if (top_k > 0) last = find_key(logits, top_k, key, [](int, float) { return uint64(1); });
         if (top_p < 1.0f) {

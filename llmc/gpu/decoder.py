@@ -438,13 +438,6 @@ def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):
     with device.stream:
         on_gpu = allocate(architecture.parameter_table(config, precision.dtype), cp)
         copy_weights(device, on_gpu, params)
-    return own_decoder(architecture, device, config, on_gpu, precision, B, T)
-
-
-def own_decoder(architecture, device, config, params, precision, B, T):
-    """A Decoder with memory of its own; params: Tensors on the GPU."""
-    table = Decoder.table(architecture, config, precision, B, T, device.geometry)
-    text = Block({"text": table})
-    with device.stream:
+        text = Block({"text": Decoder.table(architecture, config, precision, B, T, geometry)})
         tensors = text.over(text.allocate())
-    return Decoder(architecture, device, config, params, tensors, B, T)
+    return Decoder(architecture, device, config, on_gpu, tensors, B, T)

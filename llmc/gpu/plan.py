@@ -14,7 +14,7 @@ from llmc.tensors import Row
 
 # bytes kept free for cuBLASLt's kernels, NCCL's buffers, the graph, small tables, rounding up
 RESERVE = 256 << 20
-MOST_ROWS = 1 << 12  # of a batch, as far as is looked for what fits
+MOST_ROWS = 1 << 12  # the largest batch that check_memory tries
 
 
 def shares_of(architecture, config, settings):
@@ -28,9 +28,9 @@ def state_name(architecture, name):
     return f"{architecture.Optimizer.__name__}'s {name}"
 
 
-def memory_plan(architecture, config, settings, device, text=False, rank=0):
+def memory_plan(architecture, config, settings, device, text=0, rank=0):
     """{what: Block} of all that a trainer allocates, but for tables of a few MB. text: with a
-    Decoder."""
+    Decoder of so many sequences."""
     B, T, precision = settings.B, settings.T, settings.precision
     parameters = architecture.parameter_table(config, precision.dtype)
     gradients = architecture.parameter_table(config, precision.grads)
@@ -56,7 +56,7 @@ def memory_plan(architecture, config, settings, device, text=False, rank=0):
         plan["operands in 8 bits"] = Block({"operands": operands}, scratch=True)
     if text:
         from llmc.gpu.decoder import Decoder  # here, too
-        plan["text"] = Block({"text": Decoder.table(architecture, config, precision, 1, T,
+        plan["text"] = Block({"text": Decoder.table(architecture, config, precision, text, T,
                                                     device.geometry)})
 
     transposed = 0 if precision.bf16 else B * T * config.C
@@ -65,7 +65,7 @@ def memory_plan(architecture, config, settings, device, text=False, rank=0):
     return plan
 
 
-def check_memory(architecture, config, settings, device, text=False, rank=0):
+def check_memory(architecture, config, settings, device, text=0, rank=0):
     """(the memory_plan, the largest batch that fits into the GPU's free memory). If the plan does
     not fit, raise UserError: memory needed, memory free, what would fit."""
 

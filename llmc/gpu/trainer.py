@@ -59,9 +59,9 @@ def open_device(architecture, gpu, config, precision, matmul="auto", text=False)
 def open_trainer(architecture, gpu, config, params, settings, ranks=SINGLE_PROCESS):
     """A Trainer of this model on this GPU; `settings` are resolved. The first rank draws the
     samples."""
-    text = settings.sample_every > 0 and ranks.is_first
+    text = int(settings.sample_every > 0 and ranks.is_first)
     device, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul,
-                                 text)
+                                 text > 0)
     print(f"kernels: {device.compiled} compiled, {device.cached} from the cache")
     return Trainer(architecture, config, settings, matmul, params, ranks, text)
 
@@ -184,9 +184,10 @@ class Trainer(ForwardPasses):
     its share of the weights."""
 
     def __init__(self, architecture, config, settings, matmul, params, ranks=SINGLE_PROCESS,
-                 text=False):
+                 text=0):
         """architecture: a class like GPT2; params: float32 Tensors on the host; ranks: a Ranks;
-        text: with a Decoder. Raises UserError if not everything fits into the GPU's free memory."""
+        text: with a Decoder of so many sequences. Raises UserError if not everything fits into the
+        GPU's free memory."""
         super().__init__(architecture, config, settings, matmul)
         self.ranks = ranks
         self.precision = settings.precision
@@ -202,7 +203,7 @@ class Trainer(ForwardPasses):
         if text:
             from llmc.gpu.decoder import Decoder  # here: only runs that draw text need it
             self.decoder = Decoder(architecture, self.device, config, self.params,
-                                   self.tensors("text"), 1, settings.T)
+                                   self.tensors("text"), text, settings.T)
         self.pin()
 
         self.steps_begun = 0
@@ -310,7 +311,7 @@ class Trainer(ForwardPasses):
 
     def compute_gradients(self, inputs, targets, weights=None, total=None):
         """self.grads = the gradients of the loss of the last forward pass, which was over this full
-        batch; with weights, divided by the scale of `weigh`."""
+        batch; with weights, divided by `weigh`'s scale, which update_now makes up for."""
         acts, batch = self.acts, self.batch
         scale = 1.0 / inputs.size
         self.stage(0, [(inputs, targets) if weights is None else (inputs, targets, weights)], 0.0,
@@ -360,17 +361,18 @@ class Trainer(ForwardPasses):
                         staged.inputs[i])
 
     def weigh(self, batches, total):
-        """(what an update's weights are divided by, what its losses and gradients are multiplied
-        by): the largest weight on all ranks, so that 8 bits hold each target's gradient however
-        few have a weight; and what makes up for that, and for a mean over all targets. 0: no
-        target has a weight."""
+        """(largest, scale) of an update on all ranks: weights are staged as w / largest, so that 8
+        bits hold each target's gradient however few have a weight; losses and gradients, which are
+        of a mean over all targets, are then multiplied by scale = largest * targets / total. It is
+        0 if no target has a weight."""
         if len(batches[0]) == 2:
             return 1.0, 1.0
         of_rank = total_weight(batches), max(np.abs(weights).max() for *_, weights in batches)
-        totals, largest = zip(*self.ranks.gather(of_rank))
+        totals, largest = zip(*self.ranks.gather_numbers(of_rank))
         total = total or math.fsum(totals)
-        largest = max(largest) or 1.0
-        return largest, largest * self.settings.update_tokens / total if total else 0.0
+        if not max(largest) or not total:
+            return 1.0, 0.0
+        return max(largest), max(largest) * self.settings.update_tokens / total
 
     def complete_weights(self):
         """Between two updates, complete self.params on every rank. All ranks must call this."""
