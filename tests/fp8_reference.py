@@ -8,20 +8,21 @@ SMALLEST = 2.0**-9  # of E4M3
 HIGHEST = np.float32(224.0)  # what a scale brings the largest number to, at most
 
 
-def rounded(x, largest, smallest_exponent, mantissa):
-    """x as float32, rounded to nearest, ties to even, saturating; NaN stays NaN."""
-    x = np.clip(np.asarray(x, np.float32), -largest, largest)
-    exponent = np.maximum(np.frexp(x)[1] - 1, smallest_exponent)  # of the leading bit
-    step = np.ldexp(np.float32(1.0), exponent - mantissa)
+def round_e4m3(x):
+    """x as float32, rounded to the nearest number of E4M3, ties to even, saturating; NaN stays
+    NaN."""
+    x = np.clip(np.asarray(x, np.float32), -LARGEST, LARGEST)
+    exponent = np.maximum(np.frexp(x)[1] - 1, -6)  # of the leading bit
+    step = np.ldexp(np.float32(1.0), exponent - 3)
     return np.rint(x / step) * step
 
 
-def round_e4m3(x):
-    return rounded(x, LARGEST, -6, 3)
-
-
 def round_e5m2(x):
-    return rounded(x, LARGEST_E5M2, -14, 2)
+    """The same of E5M2."""
+    x = np.clip(np.asarray(x, np.float32), -LARGEST_E5M2, LARGEST_E5M2)
+    exponent = np.maximum(np.frexp(x)[1] - 1, -14)
+    step = np.ldexp(np.float32(1.0), exponent - 2)
+    return np.rint(x / step) * step
 
 
 def decode_e4m3(bits):
