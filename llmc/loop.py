@@ -41,7 +41,8 @@ class Update(NamedTuple):
     seconds: float
     skipped: str | None  # why the weights were not updated
     z_scores: tuple | None = None  # of loss and norm: see outliers.py; None unless settings.skips_outliers
-    fp8: tuple | None = None  # in a run of --dtype fp8: how many numbers are the largest of 8 bits or NaN, and how many 0
+    # in a run of --dtype fp8: how many numbers are the largest of 8 bits or NaN, and how many 0
+    fp8: tuple | None = None
 
 
 class Loop(contextlib.AbstractContextManager):
