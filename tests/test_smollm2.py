@@ -3,7 +3,6 @@ makes it): on a GPU it learns twenty made-up facts from chats, and keeps what it
 
 import json
 
-import numpy as np
 import pytest
 
 from conftest import ROOT, run_program
