@@ -40,36 +40,45 @@ class Update(NamedTuple):
     norm: float | None  # of the gradients; None unless settings.needs_norm
     seconds: float
     skipped: str | None  # why the weights were not updated
-    z_scores: tuple | None = None  # of loss and norm: see outliers.py; None unless settings.skips_outliers
+    # of loss and norm: see outliers.py; None unless settings.skips_outliers
+    z_scores: tuple | None = None
     # in a run of --dtype fp8: how many numbers are the largest of 8 bits or NaN, and how many 0
     fp8: tuple | None = None
 
 
 class Loop(contextlib.AbstractContextManager):
-    """A run, as a page's main() uses it. It reads tokenizer, model (config, params) and data. `start` gets the page's
-    model, and resumes. Iteration yields the step of each update; the page passes its Update to `report`."""
+    """A run, as a page's main() uses it. It reads tokenizer, model (config, params) and data.
+    `start` gets the page's model, and resumes. Iteration yields the step of each update; the page
+    passes its Update to `report`."""
 
     def __init__(self, settings, architecture, ranks=SINGLE_PROCESS, resolve=None):
-        """architecture: a page's class; ranks: see single_process.py; resolve: on a GPU, fills in the settings that
-        depend on it. Raises UserError if files do not fit each other or the settings."""
-        self.ranks, self.architecture, self.status = ranks, architecture, 0
+        """architecture: a page's class; ranks: see single_process.py; resolve: on a GPU, fills in
+        the settings that depend on it. Raises UserError if files do not fit each other or the
+        settings."""
+        self.ranks = ranks
+        self.architecture = architecture
+        self.status = 0
         self.first_step = ranks.gather(find_checkpoint(settings) if ranks.is_first else None)[0]
         self.notes = {}  # of the checkpoint that it resumes from
         if self.first_step is not None:
             self.notes = read_notes(settings.output_dir, self.first_step)
         self.tokenizer = load_tokenizer(settings)
-        self.config, self.params, self.model_path = read_start(settings, self.first_step, self.tokenizer, architecture)
+        self.config, self.params, self.model_path = read_start(settings, self.first_step,
+                                                               self.tokenizer, architecture)
         self.parameters = sum(tensor.size for tensor in unpadded(self.params, self.config.V))
-        self.train_loader, self.val_loader = open_data(settings, self.config.V, ranks.rank, ranks.size)
+        self.train_loader, self.val_loader = open_data(settings, self.config.V, ranks.rank,
+                                                       ranks.size)
         if ranks.is_first and settings.sample_every and not self.tokenizer:
             print(f"warning: no gpt2_tokenizer.bin: samples are printed as token ids; {EXPORT}",
                   file=sys.stderr)
         self.examples = []
         if settings.hellaswag:
             from llmc import hellaswag  # here: few runs need it
-            self.count_correct, count = hellaswag.count_correct, 0 if settings.hellaswag == 1 else settings.hellaswag
+            self.count_correct = hellaswag.count_correct
+            count = 0 if settings.hellaswag == 1 else settings.hellaswag
             self.examples = hellaswag.load_examples(HELLASWAG, self.config.V, settings.T, count)
-        if ranks.is_first and self.tokenizer and settings.output_dir:  # for programs that use the run's models
+        # for programs that use the run's models
+        if ranks.is_first and self.tokenizer and settings.output_dir:
             keep_tokenizer(settings.output_dir, self.tokenizer)
         settings.fit_to_text(self.train_loader.batches_per_epoch // settings.micro_steps)
         if settings.lines == "short":
@@ -81,15 +90,20 @@ class Loop(contextlib.AbstractContextManager):
                 tokens = sum(shard.size for shard in self.train_loader.shards)
                 updates = tokens // self.settings.update_tokens
             self.settings.steps = max(1, updates)
-        self.random, self.running, self.saver = Random(), None, None
+        self.random = Random()
+        self.running = self.saver = None
         self.begin = self.saved = self.first_step or 0
-        self.lowest, self.above = (math.inf, 0), 0  # (validation loss, its step); how many were above it since
+        self.lowest = (math.inf, 0)  # validation loss, its step
+        self.above = 0  # how many were above it since
         if self.begin > self.settings.steps:
             raise UserError(f"{settings.output}: its checkpoint is of step {self.begin}, beyond -x"
                             f" {self.settings.steps}: pass a larger -x")
         if settings.lines == "llmc":
             from llmc.llmc_lines import LlmcCudaLines, LlmcLines  # here: few runs need them
-        self.console = (Console if settings.lines == "short" else LlmcCudaLines if resolve else LlmcLines)(self)
+            console = LlmcCudaLines if resolve else LlmcLines
+        else:
+            console = Console
+        self.console = console(self)
 
     def __exit__(self, kind, *_):
         self.console.erase()
@@ -97,12 +111,17 @@ class Loop(contextlib.AbstractContextManager):
             self.saver.close(kind is not None)
 
     def start(self, model, saver):
-        """model: with forward, losses, decoder; saver: see Saver, which this restores from the checkpoint, if any."""
-        self.model, self.saver, self.params = model, saver, None
+        """model: with forward, losses, decoder; saver: see Saver, which this restores from the
+        checkpoint, if any."""
+        self.model = model
+        self.saver = saver
+        self.params = None
         if self.first_step is not None:
             saver.restore(self.first_step, self.train_loader, self.random)
             self.lowest = tuple(self.notes.get("lowest", self.lowest))
-        settings = self.settings if self.ranks.is_first else dataclasses.replace(self.settings, output="")
+        settings = self.settings
+        if not self.ranks.is_first:
+            settings = dataclasses.replace(settings, output="")
         self.log = Log(settings, self.begin)
 
     def __iter__(self):
@@ -123,7 +142,8 @@ class Loop(contextlib.AbstractContextManager):
                     self.evaluate(step)
                 if samples and step > 0:
                     self.sample()
-            except Interrupted as interrupted:  # a resumed run validates and samples again at this step
+            except Interrupted as interrupted:
+                # a resumed run validates and samples again at this step
                 self.random.state = before
                 if directory and step != self.saved:
                     self.save(step)
@@ -138,26 +158,30 @@ class Loop(contextlib.AbstractContextManager):
                 break
             yield step
             done = step + 1
-            own_batches = settings.micro_steps // self.ranks.size * (done < settings.steps)  # of the next update
+            # of the next update
+            own_batches = settings.micro_steps // self.ranks.size * (done < settings.steps)
             read_ahead = functools.partial(self.train_loader.read_ahead, own_batches)
             try:
                 read_ahead()
             except (UserError, OSError):  # save first
                 self.interruption.received = self.interruption.received or SIGTERM
             signal = self.ranks.largest(self.interruption.received)  # of any rank, or None
-            due = done == settings.steps or settings.checkpoint_every and done % settings.checkpoint_every == 0
+            every = settings.checkpoint_every
+            due = done == settings.steps or every and done % every == 0
             if due or signal:
                 self.finish()
                 if directory:
                     self.save(done)
             if signal:
-                self.ranks.attempt(read_ahead)  # raises the error in the data, if that is the reason
+                # raises the error in the data, if that is the reason
+                self.ranks.attempt(read_ahead)
                 return self.stop(done, signal)
         self.saver.wait()  # until the model is on the disk: the last line names it
         self.console.end()
 
     def report(self, step, update):
-        """Print and log update number `step`, from 0. Raises UserError when its loss or norm is not finite."""
+        """Print and log update number `step`, from 0. Raises UserError when its loss or norm is not
+        finite."""
         check_update(step, update.loss, None if update.skipped else update.norm)
         rate = learning_rate_at(self.settings, step)
         self.console.training(step, update, rate)
@@ -166,7 +190,8 @@ class Loop(contextlib.AbstractContextManager):
             self.console.skip(step, update.skipped)
 
     def report_later(self, step, end):
-        """Report the previous update. This one was just launched: end() waits for it, and returns its Update."""
+        """Report the previous update. This one was just launched: end() waits for it, and returns
+        its Update."""
         self.finish()
         self.running = step, end
 
@@ -177,19 +202,24 @@ class Loop(contextlib.AbstractContextManager):
 
     def evaluate(self, step):
         """Report the validation loss and, with --hellaswag, its accuracy."""
-        settings, starmap = self.settings, functools.partial(self.ranks.starmap, check=self.interruption.check)
+        settings = self.settings
+        starmap = functools.partial(self.ranks.starmap, check=self.interruption.check)
         self.console.wait_for("validating")
         loss, targets = validate(self.model.forward, self.val_loader, settings.val_batches, starmap)
         if not math.isfinite(loss):
             raise UserError(f"step {step}: the validation loss is {loss}; {DIVERGED}")
         self.console.validation(step, loss, targets)
         self.log.validation(step, loss)
-        self.lowest, self.above = ((loss, step), 0) if loss <= self.lowest[0] else (self.lowest, self.above + 1)
+        self.above += 1
+        if loss <= self.lowest[0]:
+            self.lowest = (loss, step)
+            self.above = 0
         if self.above == 3 and not settings.patience:
             self.console.overfits(step, *self.lowest)
         if self.examples and step > 0:  # as llm.c
             self.console.wait_for("HellaSwag")
-            correct, _ = self.count_correct(self.model.losses, self.examples, settings.B, settings.T, starmap)
+            correct, _ = self.count_correct(self.model.losses, self.examples, settings.B,
+                                            settings.T, starmap)
             self.console.hellaswag(step, correct, len(self.examples))
             self.log.evaluation(step, correct / len(self.examples))
 
@@ -212,7 +242,8 @@ class Loop(contextlib.AbstractContextManager):
         self.console.wait_for("saving")
         batch = (self.settings.B, self.settings.T, self.settings.spread)
         progress = Progress(done, self.random.state, self.train_loader.position, batch)
-        notes = {name: getattr(self.settings, name) for name in ("update_tokens", "data", "val_data", "model")}
+        notes = {name: getattr(self.settings, name)
+                 for name in ("update_tokens", "data", "val_data", "model")}
         notes["optimizer"] = self.settings.of_updates()
         if self.settings.patience:
             notes |= {"lowest": self.lowest, "of_patience": of_patience}
@@ -226,7 +257,8 @@ class Loop(contextlib.AbstractContextManager):
         self.status = 128 + signal
         self.console.erase()
         with self.interruption.output():
-            stopped(self.settings, done - 1 + self.console.counts_from if done else None, self.ranks.has_launcher)
+            number = done - 1 + self.console.counts_from if done else None
+            stopped(self.settings, number, self.ranks.has_launcher)
 
 
 class Saver:
@@ -236,8 +268,10 @@ class Saver:
         self.model, self.settings = model, settings
 
     def restore(self, step, loader, random):
-        """Continue from a checkpoint: the model, the data loader and the sampler's random numbers."""
-        _, notes = restore(self.settings, owned_by_one(self.model.optimizer, self.model.params), step, loader, random)
+        """Continue from a checkpoint: the model, the data loader and the sampler's random
+        numbers."""
+        owned = owned_by_one(self.model.optimizer, self.model.params)
+        _, notes = restore(self.settings, owned, step, loader, random)
         self.model.recent = read_recent(notes)
 
     def save(self, progress, notes):
@@ -246,8 +280,8 @@ class Saver:
         notes = {**notes, "threads": threads.THREADS, **notes_on(model.recent)}
         save_checkpoint(self.settings, model.config, model.params, owned, progress, notes)
 
-    # on GPUs: wait for the weights that others send; until the checkpoint is written; raise the error of one that
-    # failed, without a wait; end, by an exception or not
+    # on GPUs: wait for the weights that others send; until the checkpoint is written; raise the
+    # error of one that failed, without a wait; end, by an exception or not
     complete = wait = check = close = lambda *_: None
 
 
@@ -272,7 +306,8 @@ def validate(forward, loader, batches, starmap=itertools.starmap):
 
 
 def check_update(step, loss, norm=None):
-    """Raise UserError when the loss or, unless it is None, the norm of update number `step`, from 0, is not finite."""
+    """Raise UserError when the loss or, unless it is None, the norm of update number `step`, from
+    0, is not finite."""
     for what, value in (("loss", loss), ("gradient norm", norm or 0.0)):
         if not math.isfinite(value):
             raise UserError(f"step {step + 1}: the {what} is {value}; {DIVERGED}")

@@ -11,8 +11,8 @@ import zlib
 
 import numpy as np
 
-from llmc.checkpoint import (padded, rank_path, read_model, read_optimizer_state, without_padding, write_model,
-                             write_optimizer_state)
+from llmc.checkpoint import (padded, rank_path, read_model, read_optimizer_state, without_padding,
+                             write_model, write_optimizer_state)
 from llmc.errors import DIVERGED, UserError
 from llmc.files import open_input, replacing
 from llmc.outliers import WINDOW
@@ -22,14 +22,16 @@ from llmc.tokenizer import find_tokenizer, read_tokenizer
 
 
 def checkpoint_paths(directory, step):
-    """The paths (model, rank 0's optimizer state, DONE marker) of a checkpoint, complete once the marker exists."""
+    """The paths (model, rank 0's optimizer state, DONE marker) of a checkpoint, complete once the
+    marker exists."""
     return [os.path.join(directory, name) for name in
             (f"model_{step:08d}.bin", f"state_{step:08d}_00000.bin", f"DONE_{step:08d}")]
 
 
 def complete_checkpoints(directory):
     """The steps of the complete checkpoints in a directory, ascending."""
-    return sorted(int(name.removeprefix("DONE_")) for name in glob.glob("DONE_" + "[0-9]" * 8, root_dir=directory))
+    markers = glob.glob("DONE_" + "[0-9]" * 8, root_dir=directory)
+    return sorted(int(name.removeprefix("DONE_")) for name in markers)
 
 
 def newest_checkpoint(directory):
@@ -69,15 +71,18 @@ def file_without_checkpoints(path, checkpoint):
         if checkpoint:
             raise UserError(f"{path}: is a file, not the directory of a run, which has checkpoints")
         return path
-    raise UserError(f"{path or repr(path)}: {'holds no checkpoint' if is_directory else 'no such file'}: expected the"
-                    " directory of a run (train with -o DIR), a .bin file (make one with: python export_weights.py) or"
-                    " a Hugging Face folder, with its config.json")
+    found = "holds no checkpoint" if is_directory else "no such file"
+    raise UserError(f"{path or repr(path)}: {found}: expected the directory of a run (train with -o"
+                    " DIR), a .bin file (make one with: python export_weights.py) or a Hugging Face"
+                    " folder, with its config.json")
 
 
-def save_checkpoint(settings, config, params, owned, progress, notes, version=3, ranks=SINGLE_PROCESS):
-    """Write a checkpoint, and delete those that -nk does not keep. Every rank writes its state; rank 0 also the model
-    (only it needs `params`) and, when all have written, the marker, with `notes`. Raises UserError on all ranks, and
-    leaves no file of this step, when weights or moments are not finite or a disk is full. version: 3 or 5."""
+def save_checkpoint(settings, config, params, owned, progress, notes, version=3,
+                    ranks=SINGLE_PROCESS):
+    """Write a checkpoint, and delete those that -nk does not keep. Every rank writes its state;
+    rank 0 also the model (only it needs `params`) and, when all have written, the marker, with
+    `notes`. Raises UserError on all ranks, and leaves no file of this step, when weights or moments
+    are not finite or a disk is full. version: 3 or 5."""
     model, state, marker = checkpoint_paths(settings.output_dir, progress.step)
     state = rank_path(state, ranks.rank)
 
@@ -92,11 +97,13 @@ def save_checkpoint(settings, config, params, owned, progress, notes, version=3,
 
     ranks.attempt(check)
     try:
-        crc = ranks.attempt(lambda: write_model(model, config, params, version) if ranks.is_first else None)[0]
+        crc = ranks.attempt(lambda: write_model(model, config, params, version)
+                            if ranks.is_first else None)[0]
         ranks.attempt(lambda: write_optimizer_state(state, owned, progress._replace(model_crc=crc)))
         ranks.attempt(lambda: write_marker() if ranks.is_first else None)
     except BaseException:
-        if ranks.is_first and not os.path.exists(marker):  # only it knows; else a rank has died since
+        # only it knows; else a rank has died since
+        if ranks.is_first and not os.path.exists(marker):
             remove(settings.output_dir, progress.step)
         raise
     if ranks.is_first:
@@ -135,22 +142,26 @@ def remove(directory, step):
 
 
 def find_checkpoint(settings):
-    """The step to resume from, None for a new run; raises UserError rather than mix two runs in one directory."""
+    """The step to resume from, None for a new run; raises UserError rather than mix two runs in one
+    directory."""
     directory = settings.output_dir
     step = newest_checkpoint(directory) if directory else None
     if step is not None and not settings.resume:
-        raise UserError(f"{directory}: holds a checkpoint of step {step}: resume with -y 1, or choose another -o")
+        raise UserError(f"{directory}: holds a checkpoint of step {step}: resume with -y 1, or"
+                        " choose another -o")
     if settings.resume and step is None and os.listdir(directory):
         print(f"no complete checkpoint in {directory}: starting at step 0")
     return step
 
 
 def read_start(settings, first_step, tokenizer, architecture):
-    """(config, params, their file or -e's name) of the model that a run begins with: of its checkpoint at first_step
-    or, if that is None, of -e. Random weights have the vocabulary size of the tokenizer, or GPT-2's, and the run's T as
-    maxT: positions beyond it would never be trained. Raises UserError if T does not fit the model, or the tokenizer is
-    not the one beside it."""
-    V, start, made = len(tokenizer.tokens) if tokenizer else 50257, settings.model, None
+    """(config, params, their file or -e's name) of the model that a run begins with: of its
+    checkpoint at first_step or, if that is None, of -e. Random weights have the vocabulary size of
+    the tokenizer, or GPT-2's, and the run's T as maxT: positions beyond it would never be trained.
+    Raises UserError if T does not fit the model, or the tokenizer is not the one beside it."""
+    V = len(tokenizer.tokens) if tokenizer else 50257
+    start = settings.model
+    made = None
     if first_step is not None:
         start, _, marker = checkpoint_paths(settings.output_dir, first_step)
         config, params = read_model(start, architecture, hint=go_back(marker))
@@ -161,20 +172,25 @@ def read_start(settings, first_step, tokenizer, architecture):
                         f" {', '.join(architecture.SIZES)}, or a file")
     else:
         if os.path.exists(os.path.join(start, "config.json")):
-            raise UserError(f"-e {start}: a Hugging Face folder; run: python export_weights.py --model {start}")
+            raise UserError(f"-e {start}: a Hugging Face folder; run: python export_weights.py"
+                            f" --model {start}")
         start = model_file(start) if os.path.isdir(start) else start
         config, params = read_model(start, architecture)
     if settings.T > config.maxT:
-        raise UserError(f"-t/--sequence_length {settings.T}: the model's longest sequence is {config.maxT}")
+        raise UserError(f"-t/--sequence_length {settings.T}: the model's longest sequence is"
+                        f" {config.maxT}")
 
     beside = find_tokenizer(start, config.V) if tokenizer and not made else None
     if beside and tokenizer != read_tokenizer(beside):
-        raise UserError(f"{tokenizer.path}: is another vocabulary than {beside} ({V} tokens, the model has"
-                        f" V={config.V}): choose a model and data of one vocabulary, or pass --tokenizer FILE")
-    if V < config.V and (beside or tokenizer and config.V == padded(V)):  # rows without a token are padding
+        raise UserError(f"{tokenizer.path}: is another vocabulary than {beside} ({V} tokens, the"
+                        f" model has V={config.V}): choose a model and data of one vocabulary, or pass"
+                        " --tokenizer FILE")
+    # rows without a token are padding
+    if V < config.V and (beside or tokenizer and config.V == padded(V)):
         config = without_padding(config, params, V)
     elif tokenizer and V != config.V and os.environ.get("RANK", "0") == "0":
-        print(f"note: {tokenizer.path}: {V} tokens, for a model of {config.V} rows", file=sys.stderr)
+        print(f"note: {tokenizer.path}: {V} tokens, for a model of {config.V} rows",
+              file=sys.stderr)
     return config, params, start
 
 
@@ -229,16 +245,19 @@ def read_state(directory, step, owned, hint):
 
 
 def restore(settings, owned, step, loader, random):
-    """Read a rank's share of a checkpoint's optimizer state into `owned`, and restore loader and sampler. Returns
-    whether the state has float32 weights, and the notes; raises UserError for damaged files, or another run's flags."""
+    """Read a rank's share of a checkpoint's optimizer state into `owned`, and restore loader and
+    sampler. Returns whether the state has float32 weights, and the notes; raises UserError for
+    damaged files, or another run's flags."""
     _, state, marker = checkpoint_paths(settings.output_dir, step)
     progress, has_exact = read_state(settings.output_dir, step, owned, go_back(marker))
     if progress.position is None:
         progress = progress._replace(position=loader.position)
         if owned.rank == 0:
-            print("note: each rank of llm.c shuffled the data on its own: their order begins anew", file=sys.stderr)
+            print("note: each rank of llm.c shuffled the data on its own: their order begins anew",
+                  file=sys.stderr)
     shuffled = int(progress.position.shuffle is not None)
-    given = settings.B, settings.T, settings.spread, shuffled if settings.shuffle == -1 else settings.shuffle
+    shuffle = shuffled if settings.shuffle == -1 else settings.shuffle
+    given = settings.B, settings.T, settings.spread, shuffle
     found = *((*given[:2], 0) if progress.batch == (0, 0, 0) else progress.batch), shuffled
     if found != given:
         flags = "-b {} -t {} --spread {} --shuffle {}"
@@ -247,11 +266,12 @@ def restore(settings, owned, step, loader, random):
     notes = read_notes(settings.output_dir, step)
     wanted, settings.model = settings.model, notes.get("model", settings.model)
     if wanted != settings.model and owned.rank == 0:
-        print(f"note: the checkpoint's model goes on, which began as -e {settings.model}", file=sys.stderr)
+        print(f"note: the checkpoint's model goes on, which began as -e {settings.model}",
+              file=sys.stderr)
     tokens = notes.get("update_tokens", settings.update_tokens)
     if tokens != settings.update_tokens and owned.rank == 0:
-        print(f"note: an update of the checkpoint's run has {tokens} tokens, of this one {settings.update_tokens}: pass"
-              f" -d {tokens} to continue as before", file=sys.stderr)
+        print(f"note: an update of the checkpoint's run has {tokens} tokens, of this one"
+              f" {settings.update_tokens}: pass -d {tokens} to continue as before", file=sys.stderr)
     loader.seek(progress.position, state)
     random.state = progress.rng_state
     print(f"resuming at step {step} from {settings.output_dir}")
@@ -263,11 +283,14 @@ def go_back(marker):
 
 
 def stopped(settings, number, has_launcher=False):
-    """Print how to resume a run. number: of the last line, or None; has_launcher: the command line is not known."""
+    """Print how to resume a run. number: of the last line, or None; has_launcher: the command line
+    is not known."""
     if not settings.output_dir:
         how = "nothing was saved: there is no -o DIR"
     elif has_launcher:
         how = "resume with the same command and -y 1"
     else:
-        how = f"resume with: {shlex.join(['python', *sys.argv, *([] if settings.resume else ['-y', '1'])])}"
-    print(f"stopped {'before the first step' if number is None else f'after step {number}'}; {how}", file=sys.stderr)
+        flags = [] if settings.resume else ["-y", "1"]
+        how = f"resume with: {shlex.join(['python', *sys.argv, *flags])}"
+    when = "before the first step" if number is None else f"after step {number}"
+    print(f"stopped {when}; {how}", file=sys.stderr)
