@@ -49,9 +49,9 @@ class Float8(NamedTuple):
 
 # a tensor's scale brings its amax to 112 or more
 E4M3 = Float8(2.0**-4, 2.0**-9 / math.sqrt(12) / 112)
-GRADIENT = Float8(2.0**-4, 2.0**-9 / math.sqrt(12) / 28)
-# of dlogits, about 2^15, rounded at random
-E5M2 = Float8(2.0**-2.5, 2.0**-16 / math.sqrt(6) / 2.0**14)
+GRADIENT = Float8(2.0**-3, 2.0**-16 / math.sqrt(12) / 112)  # E5M2
+# of dlogits, about 2^15, in E5M2, rounded at random
+DLOGITS = Float8(2.0**-2.5, 2.0**-16 / math.sqrt(6) / 2.0**14)
 
 
 class Roundoff(NamedTuple):
@@ -112,7 +112,7 @@ class NoisyGPT2:
 
     def operand(self, x, fp8):
         """x, rounded as an operand of a matmul. fp8: None or, of a run in FP8, E4M3, GRADIENT or
-        E5M2."""
+        DLOGITS."""
         if not (fp8 and self.u.fp8):
             return self.rounded(x, self.u.operands)
         size = x.abs()
@@ -202,7 +202,7 @@ class NoisyGPT2:
             gelu = op.store(op.single(F.gelu(linear(normed, block.mlp.c_fc), approximate="tanh")))
             residual = op.add(residual + linear(gelu, block.mlp.c_proj))
         normed = op.layernorm(residual, model.ln_f.weight, model.ln_f.bias)
-        logits = op.store(op.matmul(normed, model.wte.weight.T, E5M2))
+        logits = op.store(op.matmul(normed, model.wte.weight.T, DLOGITS))
         probs = op.softmax(logits).flatten(0, 1)[torch.arange(B * T), y.flatten()]
         return logits, op.single(-torch.log(probs)).view(B, T)
 
@@ -245,7 +245,7 @@ class NoisyLlama(NoisyGPT2):
                               + linear(op.store(op.single(linear(normed, mlp.up_proj) * gate)),
                                        mlp.down_proj))
         logits = op.store(op.matmul(op.rmsnorm(residual, model.norm.weight), self.model.head().T,
-                                    E5M2))
+                                    DLOGITS))
         probs = op.softmax(logits).flatten(0, 1)[torch.arange(B * T), y.flatten()]
         return logits, op.single(-torch.log(probs)).view(B, T)
 
@@ -285,7 +285,7 @@ class NoisySpeedrun(NoisyGPT2):
             fch = linear(op.rmsnorm(residual, p.ln2w[l]), p.fcw[l], p.fcb[l])
             relu2 = op.store(op.single(F.relu(fch).square()))
             residual = op.add(residual + linear(relu2, p.fcprojw[l], p.fcprojb[l]))
-        z = op.store(op.bias(op.matmul(op.rmsnorm(residual, p.lnfw), p.lm_head.T, E5M2),
+        z = op.store(op.bias(op.matmul(op.rmsnorm(residual, p.lnfw), p.lm_head.T, DLOGITS),
                              p.lm_headb))
         logits = op.single(z * torch.rsqrt(1 + (z / CAP).square()))
         probs = op.softmax(logits).flatten(0, 1)[torch.arange(B * T), y.flatten()]
@@ -302,7 +302,7 @@ class Operations(NamedTuple):
     store: object  # rounds to the dtype of tensors
     add: object  # rounds to the dtype of the residual stream; its gradient to that of tensors
     bias: object
-    matmul: object  # of a, b and, in FP8, the gradient's format: GRADIENT or E5M2
+    matmul: object  # of a, b and, in FP8, the gradient's format: GRADIENT or DLOGITS
     layernorm: object
     rmsnorm: object
     softmax: object

@@ -180,23 +180,24 @@ def fp8_ways(fp8, name, kind, N, C, OC):
             return numbers, cp.asarray(numbers.view(torch.uint8))
 
     rows, columns, inner = {"forward": (N, OC, C), "dinp": (N, C, OC), "dweight": (OC, C, N)}[kind]
-    of_dlogits = (torch.float8_e5m2 if name == "logits" and kind != "forward"
-                  else torch.float8_e4m3fn)
-    a, ours_a = random(rows, inner, of_dlogits)
+    of_a = torch.float8_e4m3fn if kind == "forward" else torch.float8_e5m2  # a gradient
+    a, ours_a = random(rows, inner, of_a)
     b, ours_b = random(columns, inner)
     out = cp.empty((rows, columns), Row((), fp8.matmul.precision.grads).stored_as)
     across = kind == "dweight" and name == "fcproj"  # reads dout transposed, inp (N,C) as it is
     if across:
         ours_a, ours_b = random(N, C)[1], ours_a
     elif kind == "dweight":
-        ours_a = random(N, OC, of_dlogits)[1]
+        ours_a = random(N, OC, of_a)[1]
     operands = ours_a, scale, ours_b, scale
-    if kind == "dweight" or of_dlogits is torch.float8_e5m2:
-        kernel = (("classifier_" if name == "logits" else "")
-                  + {"dinp": "inp", "dweight": "weight"}[kind])
-        call = functools.partial(fp8.multiply_long, kernel, out, *operands, 1.0, across)
+    if kind == "dweight":
+        kernel = "weight_across" if across else "weight"
+        call = functools.partial(fp8.multiply_long, kernel, out, *operands, 1.0)
+    elif kind == "dinp" and name == "logits":
+        call = functools.partial(fp8.multiply_long, "classifier_inp", out, *operands, 1.0)
     else:
-        call = functools.partial(fp8.multiply, out, *operands)
+        kernel = "matmul_fp8" if kind == "forward" else "matmul_fp8_inp"
+        call = functools.partial(fp8.multiply, out, *operands, kernel=kernel)
 
     def cublaslt():
         with torch.cuda.stream(stream):

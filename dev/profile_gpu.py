@@ -100,8 +100,8 @@ MATMULS = {"matmul_forward": (2, 1), "matmul_forward_gelu": (3, 2), "matmul_forw
            "matmul_backward_inp_swiglu": (2, 1), "matmul_backward_weight": (0, 3),
            "matmul_fp8": (2, 1),
            "matmul_fp8_gelu": (3, 2), "matmul_fp8_gelu_backward": (3, 2),
-           "matmul_fp8_weight": (0, 3),
-           "matmul_fp8_classifier_weight": (0, 3), "matmul_fp8_classifier_inp": (4, 3),
+           "matmul_fp8_inp": (2, 1), "matmul_fp8_weight": (0, 3),
+           "matmul_fp8_weight_across": (0, 3), "matmul_fp8_classifier_inp": (4, 3),
            "matmul_fp8_qknorm": (3, 2)}
 # kernel -> (index of an argument that is (B,T,NH*HS), number of (T,T) matmuls per head of queries)
 ATTENTION = {"attention_forward": (0, 2), "attention_backward_dquery": (3, 3),

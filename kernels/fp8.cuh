@@ -1,5 +1,5 @@
-// E4M3: rounding to 8 bits, the order of stored numbers, what is noted for the next update's scale.
-// Terms: see fp8.cu.
+// E4M3 and, for gradients, E5M2: rounding to 8 bits, the order of stored numbers, what is noted for
+// the next update's scale. Terms: see fp8.cu.
 //
 // The order of numbers along the inner dimension of a matmul is free, as long as both operands have
 // the same. Ours is that of tensor cores' results: of 16 x 16, a thread has rows g and g + 8,
@@ -23,12 +23,15 @@ constexpr uint32 FIRST_COLUMNS = 0x5410, LAST_COLUMNS = 0x7632, FIRST_ROWS = 0x5
 // column, in our order.
 constexpr uint32 EVEN_TRANSPOSED = 0x6240, ODD_TRANSPOSED = 0x7351;
 
-// Two numbers, and four, the first one in the lowest byte. Beyond 448 they saturate; NaN stays.
+// Two numbers, and four, the first one in the lowest byte, in E4M3 or E5M2. Beyond the largest
+// number, 448 or 57344, they saturate; NaN stays.
+template <bool E5M2 = false>
 __device__ inline uint32 two_bytes(float a, float b) {
-    return __nv_cvt_float2_to_fp8x2({a, b}, __NV_SATFINITE, __NV_E4M3);
+    return __nv_cvt_float2_to_fp8x2({a, b}, __NV_SATFINITE, E5M2 ? __NV_E5M2 : __NV_E4M3);
 }
+template <bool E5M2 = false>
 __device__ inline uint32 four_bytes(float a, float b, float c, float d) {
-    return two_bytes(a, b) | two_bytes(c, d) << 16;
+    return two_bytes<E5M2>(a, b) | two_bytes<E5M2>(c, d) << 16;
 }
 
 // Threads 2i and 2i + 1 have the first and the last 8 of 16 columns, in natural order -> in ours.
@@ -42,15 +45,16 @@ __device__ inline uint2 in_order(uint2 bytes, uint32 lanes = 0xffffffff) {
 
 // Two squares of 16 x 16, of which a thread has 8 numbers each, rounded: rows g and g + 8 of each,
 // for stmatrix.
+template <bool E5M2 = false>
 __device__ inline void round_squares(uint32 (&rows)[4], const float (&x)[16], float scale = 1.0f) {
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         const float* const y = x + k / 2 * 8 + k % 2 * 2;
-        rows[k] = four_bytes(y[0] * scale, y[1] * scale, y[4] * scale, y[5] * scale);
+        rows[k] = four_bytes<E5M2>(y[0] * scale, y[1] * scale, y[4] * scale, y[5] * scale);
     }
 }
 
-// The reverse: the numbers that they stand for, times their scale.
+// The reverse, of E4M3: the numbers that they stand for, times their scale.
 __device__ inline void floats_of_squares(float (&x)[16], const uint32 (&rows)[4]) {
 #pragma unroll
     for (int k = 0; k < 4; k++) {
@@ -103,14 +107,18 @@ __device__ inline float largest_of(const uint32 (&pairs)[N]) {  // of bfloat16
 }
 
 // A thread's part of a tensor: the largest number before it is scaled, NaN apart; how many of its
-// E4M3 numbers are +-448 or NaN, and 128 for each that is 0.
+// numbers in 8 bits are the largest one, +-448 or, of E5M2, +-57344, or NaN, and 128 for each that
+// is 0.
 struct AmaxStats {
-    const float limit;  // larger numbers may become 448
+    const float limit;      // larger numbers may become the largest
+    const uint32 to_carry;  // what makes the highest bit of the largest one and of NaN 1
     float largest = 0.0f;
     int saturated = 0, underflowed = 0;
 
-    // the number before 448
-    __device__ explicit AmaxStats(float scale) : limit(416.0f * inverse_of_scale(scale)) {}
+    // 416 and 49152: the number before the largest
+    __device__ explicit AmaxStats(float scale, bool is_e5m2 = false)
+        : limit((is_e5m2 ? 49152.0f : 416.0f) * inverse_of_scale(scale)),
+            to_carry(is_e5m2 ? 0x05050505 : 0x02020202) {}
 
     // x: floats, or pairs of bfloat16; bytes: what they became.
     template <class Numbers, int WORDS>
@@ -128,7 +136,7 @@ struct AmaxStats {
             largest = fmaxf(largest, largest_of<false>(x));
 #pragma unroll
             for (int i = 0; i < WORDS; i++)
-                saturated += __popc((bytes[i] & 0x7f7f7f7f) + 0x02020202 & 0x80808080);
+                saturated += __popc((bytes[i] & 0x7f7f7f7f) + to_carry & 0x80808080);
         }
     }
 

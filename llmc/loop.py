@@ -42,7 +42,7 @@ class Update(NamedTuple):
     skipped: str | None  # why the weights were not updated
     # of loss and norm: see outliers.py; None unless settings.skips_outliers
     z_scores: tuple | None = None
-    # in a run of --dtype fp8: how many numbers are 448 or NaN in 8 bits, and how many 0
+    # in a run of --dtype fp8: how many numbers are the largest of 8 bits or NaN, and how many 0
     fp8: tuple | None = None
 
 

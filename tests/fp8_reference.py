@@ -2,9 +2,10 @@
 
 import numpy as np
 
-LARGEST = 448.0
-SMALLEST = 2.0**-9  # numbers of E4M3
-ROOM = np.float32([2.0, 2.0, 8.0])  # times what each needs at most; gradients grow suddenly
+# the largest numbers of E4M3, which inputs and weights are in, and of E5M2, of gradients
+LARGEST, LARGEST_E5M2 = 448.0, 57344.0
+SMALLEST = 2.0**-9  # of E4M3
+HIGHEST = np.float32(224.0)  # what a scale brings the largest number to, at most
 
 
 def round_e4m3(x):
@@ -13,6 +14,14 @@ def round_e4m3(x):
     x = np.clip(np.asarray(x, np.float32), -LARGEST, LARGEST)
     exponent = np.maximum(np.frexp(x)[1] - 1, -6)  # of the leading bit
     step = np.ldexp(np.float32(1.0), exponent - 3)
+    return np.rint(x / step) * step
+
+
+def round_e5m2(x):
+    """The same of E5M2."""
+    x = np.clip(np.asarray(x, np.float32), -LARGEST_E5M2, LARGEST_E5M2)
+    exponent = np.maximum(np.frexp(x)[1] - 1, -14)
+    step = np.ldexp(np.float32(1.0), exponent - 2)
     return np.rint(x / step) * step
 
 
@@ -25,10 +34,10 @@ def decode_e4m3(bits):
 
 
 def next_scales(history, scales):
-    """history (FP8_HISTORY,n): the largest numbers of updates -> the scales (n,) of the next one,
-    with ROOM to grow. Without a history, a scale stays as it is."""
+    """history (FP8_HISTORY,n): the largest numbers of updates -> the scales (n,) of the next one.
+    Without a history, a scale stays as it is."""
     most = history.max(axis=0)
     with np.errstate(divide="ignore", over="ignore"):
-        highest = np.minimum(LARGEST / np.resize(ROOM, most.shape) / most, np.float32(2.0**100))
+        highest = np.minimum(HIGHEST / most, np.float32(2.0**100))
     powers = (highest.view(np.int32) & 0x7F800000).view(np.float32)  # without the mantissa
     return np.where(most > 0, powers, scales)

@@ -399,7 +399,7 @@ struct Quantized {
     int64* counts;
 };
 
-// The same epilogue for a gradient in 8 bits. A warp's room begins with (HALVES,16,64) bytes, whose
+// The same epilogue for a gradient in E5M2. A warp's room begins with (HALVES,16,64) bytes, whose
 // 16-byte units are swizzled as TMA expects of rows of 64 bytes. If T is no multiple of 16, the
 // rows from T on are 0 in d.
 template <int PARTS>
@@ -410,7 +410,7 @@ __device__ inline void store_rows(const Quantized& result, element* staging,
     const int lane = threadIdx.x % 32, square = lane / 16, swizzle = lane % 8 / 2;
     unsigned char* const boxes = reinterpret_cast<unsigned char*>(staging);
     const float scale = *result.scale;
-    AmaxStats noted(scale);
+    AmaxStats noted(scale, true);
     if (lane == 0) stores_wait<PARTS - 1>();
     __syncwarp();
 #pragma unroll
@@ -420,7 +420,7 @@ __device__ inline void store_rows(const Quantized& result, element* staging,
         uint32 rows[4];
 #pragma unroll
         for (int k = 0; k < 16; k++) x[k] = d[16 * j + k] * (k / 2 % 2 ? lower : upper);
-        round_squares(rows, x, scale);
+        round_squares<true>(rows, x, scale);
         noted.add(x, rows);
         store_tiles(rows, boxes + lane % 16 * 64 + half + (first + square ^ swizzle) * 16);
     }

@@ -99,13 +99,15 @@ __device__ inline void halve(float (&v)[N]) {
                  : __VA_ARGS__                                                                                         \
                  : INPUTS##_INPUTS);
 #if MATMUL_FP8
-// a is of E4M3 or E5M2, b of E4M3; k must be contiguous, of an `a` in registers once it is there.
+// a and b are of E4M3, or one of them of E5M2; k must be contiguous, of an `a` in registers once it is there.
 #define SHARED_INPUTS "l"(a), "l"(b), "r"(accumulate)
 #define REGISTER_INPUTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)
 #define WGMMA_OF_TYPES(COLUMNS, NAMES, A, B, ACCUMULATE, MAJOR, INPUTS, ...)                                           \
     static_assert(!B_ACROSS, "in 8 bits");                                                                             \
     if (A_E5M2) {                                                                                                      \
         WGMMA_ASM(#COLUMNS "k32.f32.e5m2.e4m3", NAMES, A, B, ACCUMULATE, "", INPUTS, __VA_ARGS__)                      \
+    } else if (B_E5M2) {                                                                                               \
+        WGMMA_ASM(#COLUMNS "k32.f32.e4m3.e5m2", NAMES, A, B, ACCUMULATE, "", INPUTS, __VA_ARGS__)                      \
     } else {                                                                                                           \
         WGMMA_ASM(#COLUMNS "k32.f32.e4m3.e4m3", NAMES, A, B, ACCUMULATE, "", INPUTS, __VA_ARGS__)                      \
     }
@@ -117,12 +119,12 @@ __device__ inline void halve(float (&v)[N]) {
     WGMMA_ASM(#COLUMNS "k16.f32.bf16.bf16", NAMES, A, B, ACCUMULATE, ", " MAJOR, INPUTS, __VA_ARGS__)
 #endif
 #define WGMMA(COLUMNS, D, NAMES, A, B, ACCUMULATE, MAJOR)                                                              \
-    template <int A_ACROSS, int B_ACROSS, bool A_E5M2 = false>                                                         \
+    template <int A_ACROSS, int B_ACROSS, bool A_E5M2 = false, bool B_E5M2 = false>                                    \
     __device__ inline void wgmma(float(&d)[COLUMNS / 2], unsigned long long a, unsigned long long b, int accumulate) { \
         WGMMA_OF_TYPES(COLUMNS, NAMES, A, B, ACCUMULATE, MAJOR, SHARED, D)                                             \
     }
 #define WGMMA_REGISTERS(COLUMNS, D, NAMES, A, B, ACCUMULATE, MAJOR)                                                    \
-    template <int B_ACROSS, bool A_E5M2 = false>                                                                       \
+    template <int B_ACROSS, bool A_E5M2 = false, bool B_E5M2 = false>                                                  \
     __device__ inline void wgmma(float(&d)[COLUMNS / 2], const uint32(&a)[4], unsigned long long b, int accumulate) {  \
         WGMMA_OF_TYPES(COLUMNS, NAMES, A, B, ACCUMULATE, MAJOR, REGISTER, D)                                           \
     }

@@ -144,9 +144,9 @@ __device__ __forceinline__ void load_steps(const TensorMap& a_map, const TensorM
 //
 // HALVES 2: out has two halves, and so has b_map, as its batch. A tile is the same BN / 2 columns
 // of each half, one after the other in the accumulators; z.N and item.column are columns of a half.
-// GROUPS: consumers; with 3, a tile has 128 columns.
+// GROUPS: consumers; with 3, a tile has 128 columns. A_E5M2: in 8 bits, a is a gradient.
 template <int BN, int A_ACROSS, int B_ACROSS, bool HAS_GELU_WARPGROUP = false, int HALVES = 1,
-    int GROUPS = CONSUMERS,
+    int GROUPS = CONSUMERS, bool A_E5M2 = false,
           class Epilogue, class SideJob = Nothing, class Begin = Nothing>
 __device__ __forceinline__ void matmul(const TensorMap& a_map, const TensorMap& b_map,
                                        const Sizes& z,
@@ -222,11 +222,9 @@ __device__ __forceinline__ void matmul(const TensorMap& a_map, const TensorMap& 
                     for (int slice = 0; slice < BK / 16; slice++) {
 #pragma unroll
                         for (int half = 0; half < 2; half++) {
-                            wgmma<A_ACROSS, B_ACROSS>(acc[half],
-                                                      a_at + half * 512 + slice
-                                                          * (A_ACROSS ? 128 : 2),
-                                                      b_at + slice * (B_ACROSS ? 128 : 2),
-                                                          k > 0 || slice > 0);
+                            wgmma<A_ACROSS, B_ACROSS, A_E5M2>(
+                                acc[half], a_at + half * 512 + slice * (A_ACROSS ? 128 : 2),
+                                b_at + slice * (B_ACROSS ? 128 : 2), k > 0 || slice > 0);
                         }
                     }
                     wgmma_commit();

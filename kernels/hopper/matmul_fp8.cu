@@ -1,15 +1,16 @@
-// The matmuls of FP8 operands, E4M3, for Hopper (sm_90a). In shared memory, wgmma asks for operands
-// of 8 bits with the inner dimension K contiguous; a (K,M), below, is transposed on its way to
-// registers.
+// The matmuls of FP8 operands, gradients in E5M2, all else in E4M3, for Hopper (sm_90a). In shared
+// memory, wgmma asks for operands of 8 bits with the inner dimension K contiguous; a (K,M), below, is
+// transposed on its way to registers.
 //
 //     matmul_fp8                 out (M,N) = factor * a (M,K) @ b (N,K)^T + bias                  out =
 //     matmul_fp8_qknorm          the same, and QK-norm of queries and keys                        out =, rstd =
 //     matmul_fp8_gelu            the same, and gelu = GELU(out), of the rounded out, in 8 bits    out =, gelu =
-//     matmul_fp8_gelu_backward   dinp = factor * a @ b^T * GELU'(inp), in 8 bits                  dinp =
+//     matmul_fp8_inp             dinp (M,N) = factor * a (M,K) @ b (N,K)^T, a a gradient          dinp =
+//     matmul_fp8_gelu_backward   the same, times GELU'(inp), in 8 bits                            dinp =
 //                                partials[tile] = column sums of dinp                             partials =
-//     matmul_fp8_weight          dweight (M,N), or (N,M), = factor * a (K,M)^T @ b (N,K)^T        dweight =
-//     matmul_fp8_classifier_weight   the same, (M,N); a, dlogits, is E5M2                         dweight =
-//     matmul_fp8_classifier_inp      dinp (M,N) = factor * a (M,K) @ b (N,K)^T; a likewise        dinp =
+//     matmul_fp8_weight          dweight (M,N) = factor * a (K,M)^T @ b (N,K)^T, a a gradient     dweight =
+//     matmul_fp8_weight_across   dweight (N,M) = the same, transposed, b a gradient               dweight =
+//     matmul_fp8_classifier_inp  as matmul_fp8_inp, for a long K                                  dinp =
 //
 // out, inp (M,N), bias (N): bfloat16; factor = scale / *a_scale / *b_scale, where llmc/gpu/fp8.py
 // has the operands' scales. What results in 8 bits is written times its own scale.
@@ -29,27 +30,37 @@
 // Block (384, with GELU or QK-norm 512); grid (at most as many blocks as items); shared memory: as
 // in matmul.cu. Boxes of the maps, rows x bytes: a 128 x 128, b 192 x 128 (narrow: 160 x 128, with
 // GELU or QK-norm: 128 x 128); rows x columns: out 128 x 64 (narrow, with QK-norm: 128 x 32).
-template <int BN>
+template <int BN, bool A_E5M2>
 __device__ __forceinline__ void multiply(const TensorMap& out, const TensorMap& a,
-                                         const TensorMap& b,
-                                         const element* bias, const float* a_scale,
-                                             const float* b_scale, float scale,
+                                         const TensorMap& b, const element* bias,
+                                         const float* a_scale, const float* b_scale, float scale,
                                          const Sizes& z) {
-    matmul<BN, 0, 0>(a, b, z, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
-        store_tile<BN>(out, acc, item, strips, scale * factor_of(a_scale, b_scale), bias, z.N);
-    });
+    matmul<BN, 0, 0, false, 1, CONSUMERS, A_E5M2>(
+        a, b, z, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
+            store_tile<BN>(out, acc, item, strips, scale * factor_of(a_scale, b_scale), bias, z.N);
+        });
 }
 
 MATMUL matmul_fp8(MAP out, MAP a, MAP b, const element* bias, const float* a_scale,
                   const float* b_scale, float scale,
                   int M, int N, int K, int band) {
-    multiply<WIDE_BN>(out, a, b, bias, a_scale, b_scale, scale, {M, N, K, band, 1});
+    multiply<WIDE_BN, false>(out, a, b, bias, a_scale, b_scale, scale, {M, N, K, band, 1});
 }
 
 MATMUL matmul_fp8_narrow(MAP out, MAP a, MAP b, const element* bias, const float* a_scale,
                          const float* b_scale,
                          float scale, int M, int N, int K, int band) {
-    multiply<NARROW_BN>(out, a, b, bias, a_scale, b_scale, scale, {M, N, K, band, 1});
+    multiply<NARROW_BN, false>(out, a, b, bias, a_scale, b_scale, scale, {M, N, K, band, 1});
+}
+
+MATMUL matmul_fp8_inp(MAP out, MAP a, MAP b, const element* bias, const float* a_scale,
+                      const float* b_scale, float scale, int M, int N, int K, int band) {
+    multiply<WIDE_BN, true>(out, a, b, bias, a_scale, b_scale, scale, {M, N, K, band, 1});
+}
+
+MATMUL matmul_fp8_inp_narrow(MAP out, MAP a, MAP b, const element* bias, const float* a_scale,
+                             const float* b_scale, float scale, int M, int N, int K, int band) {
+    multiply<NARROW_BN, true>(out, a, b, bias, a_scale, b_scale, scale, {M, N, K, band, 1});
 }
 
 // With GELU or QK-norm, an epilogue takes longer than a mainloop, mostly waiting for its own
@@ -199,8 +210,9 @@ __device__ __forceinline__ void round_tile(Pairs& pairs, const Accumulators<GELU
 }
 
 // The amax and counts of a tile, padding beyond M and N excluded.
-__device__ inline AmaxStats noted_of_tile(float scale, const Item& item, const Sizes& z) {
-    AmaxStats noted(scale);
+__device__ inline AmaxStats noted_of_tile(float scale, const Item& item, const Sizes& z,
+                                          bool is_e5m2 = false) {
+    AmaxStats noted(scale, is_e5m2);
     if (leads_warpgroup()) {
         noted.underflowed = 128
             * (min(BM, z.M - item.row) * min(GELU_BN, z.N - item.column) - BM * GELU_BN);
@@ -315,7 +327,7 @@ matmul_fp8_gelu_backward(MAP dinp, float* partials, MAP a, MAP b, MAP inp, MAP g
         load_box(strips + number % 2 * HALF_STRIP, &read, full, item.column + HALF_COLUMNS * s,
                  item.row, 0);
     };
-    matmul<GELU_BN, 0, 0, false, 1, GELU_CONSUMERS>(
+    matmul<GELU_BN, 0, 0, false, 1, GELU_CONSUMERS, true>(
         a, b, z,
         [&](Accumulators<GELU_BN>& acc, const Item& item, element* strips) {
             const float unscale = inverse_of_scale(*dinp_scale);
@@ -324,7 +336,7 @@ matmul_fp8_gelu_backward(MAP dinp, float* partials, MAP a, MAP b, MAP inp, MAP g
             element *const dgelu = strips + STRIP, *const result = dgelu + HALF_STRIP;
             const Squares<HALF_COLUMNS> dgelus(dgelu);
             const ByteSquares dinps(result);
-            AmaxStats noted = noted_of_tile(1.0f, item, z);
+            AmaxStats noted = noted_of_tile(1.0f, item, z, true);
             Pairs pairs_of_tile;
             round_tile<false>(pairs_of_tile, acc, factor, nullptr, item, z);
 #pragma unroll 1
@@ -364,7 +376,7 @@ matmul_fp8_gelu_backward(MAP dinp, float* partials, MAP a, MAP b, MAP inp, MAP g
                         const int first = k / 2 * 4 + k % 2;
                         total[k] = (x[first] + x[first + 2]) + (x[first + 8] + x[first + 10]);
                     }
-                    round_squares(rows, x);
+                    round_squares<true>(rows, x);
                     noted.add(x, rows);
                     dinps.store(rows, c);
                     sum_columns(of_warp + 16 * c, total);
@@ -417,13 +429,13 @@ __device__ inline void load_transposed(uint32 (&a)[4][4], const element* stage, 
     }
 }
 
-// out = factor * a @ b^T, with sums in float32. A_IS_TRANSPOSED: a is (K,M), else (M,K). `across`:
-// out is (N,M). partials, done: see items.cuh; a half of a tile, 64 rows, stands for a tile there.
-template <bool A_IS_TRANSPOSED, bool A_E5M2, class Number>
+// out = factor * a @ b^T, with sums in float32. A_IS_TRANSPOSED: a is (K,M), else (M,K). ACROSS:
+// out is (N,M), and b the gradient, not a. partials, done: see items.cuh; a half of a tile, 64 rows,
+// stands for a tile there.
+template <bool A_IS_TRANSPOSED, bool ACROSS, class Number>
 __device__ __forceinline__ void multiply_long(Number* out, float4* partials, int* done,
-                                              const TensorMap& a,
-                                              const TensorMap& b, float factor, bool across,
-                                                  const Sizes& z) {
+                                              const TensorMap& a, const TensorMap& b, float factor,
+                                              const Sizes& z) {
     constexpr int BN = MATMUL_FP8_LONG_BN, STAGE = (BM + (BN + 63) / 64 * 64) * BK,
         STAGES = STAGES_ROOM / STAGE;
     constexpr int SUMS = BN / 2, QUADS = SUMS / 4;  // of a thread: floats, float4s
@@ -458,9 +470,9 @@ __device__ __forceinline__ void multiply_long(Number* out, float4* partials, int
 #pragma unroll
             for (int slice = 0; slice < 4; slice++) {
                 if (A_IS_TRANSPOSED) {
-                    wgmma<0, A_E5M2>(products, of_a[slice], b_at + slice * 2, slice > 0);
+                    wgmma<0, !ACROSS, ACROSS>(products, of_a[slice], b_at + slice * 2, slice > 0);
                 } else {
-                    wgmma<0, 0, A_E5M2>(products, a_at + slice * 2, b_at + slice * 2, slice > 0);
+                    wgmma<0, 0, true>(products, a_at + slice * 2, b_at + slice * 2, slice > 0);
                 }
             }
             wgmma_commit();
@@ -483,7 +495,7 @@ __device__ __forceinline__ void multiply_long(Number* out, float4* partials, int
             float* const x = quad(j);
             const int c = item.column + 8 * j + 2 * t;
             if (row >= z.M || c >= z.N) continue;
-            if (A_IS_TRANSPOSED && across) {
+            if (ACROSS) {
                 for (int k = 0; k < 2; k++)
                     put_pair(out + int64(c + k) * z.M + row, x[k] * factor, x[2 + k] * factor);
                 continue;
@@ -496,28 +508,22 @@ __device__ __forceinline__ void multiply_long(Number* out, float4* partials, int
 }
 
 MATMUL matmul_fp8_weight(gradient* dweight, float4* partials, int* done, MAP a, MAP b,
-                         const float* a_scale,
-                         const float* b_scale, float scale, int across, int M, int N, int K,
-                             int band, int splits) {
-    multiply_long<true,
-        false>(dweight, partials, done, a, b, scale * factor_of(a_scale, b_scale), across,
-               {M, N, K, band, splits});
+                         const float* a_scale, const float* b_scale, float scale, int M, int N,
+                         int K, int band, int splits) {
+    multiply_long<true, false>(dweight, partials, done, a, b, scale * factor_of(a_scale, b_scale),
+                               {M, N, K, band, splits});
 }
 
-MATMUL matmul_fp8_classifier_weight(gradient* dweight, float4* partials, int* done, MAP a, MAP b,
-                                    const float* a_scale,
-                                    const float* b_scale, float scale, int M, int N, int K,
-                                        int band, int splits) {
-    multiply_long<true,
-        true>(dweight, partials, done, a, b, scale * factor_of(a_scale, b_scale), false,
-              {M, N, K, band, splits});
+MATMUL matmul_fp8_weight_across(gradient* dweight, float4* partials, int* done, MAP a, MAP b,
+                                const float* a_scale, const float* b_scale, float scale, int M,
+                                int N, int K, int band, int splits) {
+    multiply_long<true, true>(dweight, partials, done, a, b, scale * factor_of(a_scale, b_scale),
+                              {M, N, K, band, splits});
 }
 
 MATMUL matmul_fp8_classifier_inp(element* dinp, float4* partials, int* done, MAP a, MAP b,
-                                 const float* a_scale,
-                                 const float* b_scale, float scale, int M, int N, int K, int band,
-                                     int splits) {
-    multiply_long<false,
-        true>(dinp, partials, done, a, b, scale * factor_of(a_scale, b_scale), false,
-              {M, N, K, band, splits});
+                                 const float* a_scale, const float* b_scale, float scale, int M,
+                                 int N, int K, int band, int splits) {
+    multiply_long<false, false>(dinp, partials, done, a, b, scale * factor_of(a_scale, b_scale),
+                                {M, N, K, band, splits});
 }

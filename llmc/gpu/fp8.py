@@ -2,12 +2,13 @@
 https://arxiv.org/abs/2209.05433.
 
 In a run of --dtype fp8, three of a layer's four matmuls and the classifier's, forward and backward,
-read operands of 8 bits: x is stored as E4M3(x * scale). Each layer's input, weight and gradient of
+read operands of 8 bits: x is stored as E4M3(x * scale), a gradient in E5M2, whose range is 2^14
+times as wide. Each layer's input, weight and gradient of
 its output has a scale of its own, a power of 2 that stays the same for an update, with all its
 micro-batches: it follows from the largest numbers of the last 16 updates. They are found where a
 tensor is rounded, as an integer maximum, which has the same bits in any order and on any number of
-GPUs. Weights are rounded stochastically, once an update, and so are gradients of logits, in E5M2
-and times a constant. All else is a bfloat16 run: residual stream, attention and its projection,
+GPUs. Weights are rounded once an update. Gradients of logits are rounded stochastically, times a
+constant. All else is a bfloat16 run: residual stream, attention and its projection,
 AdamW, and, between updates, validation: it is of the model that will be saved.
 
 Tensor cores want the inner dimension of 8-bit operands to be contiguous. For dinp = dout @ weight,
@@ -112,8 +113,8 @@ class Fp8:
         return self.state.scales[slot : slot + 1]
 
     def quantize(self, name, l, role, x, plain=None, transposed=None, again=False):
-        """plain (N,C), transposed (C,pitch) = E4M3(x * scale), each if not None; x (N,C), or all of
-        several layers from l on, each with its scale. again: for the second time in an update,
+        """plain (N,C), transposed (C,pitch) = x * scale in 8 bits, each if not None; x (N,C), or all
+        of several layers from l on, each with its scale. again: for the second time in an update,
         so that amax is not updated."""
         *_, N, C = x.shape
         g = self.device.geometry
@@ -121,7 +122,7 @@ class Fp8:
         self.device.launch("quantize", grid, (g.FP8_THREADS,), plain, transposed, x,
                            *self.scaling(name, l, role, again), N, C,
                            N if transposed is None else transposed.shape[-1],
-                           int(role == "weight"), len(ROLES))
+                           ROLES.index(role), len(ROLES))
 
     def quantize_weights(self, layers=slice(0, None), again=False):
         """The matrices of some layers, after an update has changed them. again: rank 0 records
@@ -156,8 +157,8 @@ class Fp8:
                            state.scales.size)
 
     def counts(self, number):
-        """(how many numbers of this run's update `number` are +-448 or NaN in 8 bits, how many are
-        0)."""
+        """(how many numbers of this run's update `number` are the largest of 8 bits, 448 or 57344, or
+        NaN, how many are 0)."""
         return tuple(self.reports[(self.updates + number) % 2].tolist())
 
     def forget(self):
@@ -194,11 +195,10 @@ class Fp8:
 
     # -- the kernels of hopper/matmul_fp8.cu
 
-    def multiply(self, out, a, a_scale, b, b_scale, bias=None, scale=1.0):
-        """out (M,N) = scale * a (M,K) @ b (N,K)^T + bias (N,), each operand divided by its
-        scale."""
-        self.matmul.kernels.forward(out, a, b, bias, a_scale, b_scale, float(scale),
-                                    name="matmul_fp8",
+    def multiply(self, out, a, a_scale, b, b_scale, bias=None, scale=1.0, kernel="matmul_fp8"):
+        """out (M,N) = scale * a (M,K) @ b (N,K)^T + bias (N,), each operand divided by its scale.
+        kernel: "matmul_fp8_inp" if a is a gradient."""
+        self.matmul.kernels.forward(out, a, b, bias, a_scale, b_scale, float(scale), name=kernel,
                                     columns=self.matmul.tile(out.shape[1], narrow=True))
 
     def multiply_qknorm(self, out, rstd, a, a_scale, b, b_scale, bias, *last):
@@ -232,19 +232,18 @@ class Fp8:
                        gelu_scale, *scaling, columns=columns,
                        threads=self.device.geometry.MATMUL_GELU_THREADS)
 
-    def multiply_long(self, kernel, out, a, a_scale, b, b_scale, scale, across=False, splits=None):
-        """out (M,N) = scale * a^T @ b (N,K)^T, a (K,M), with sums in float32; K is cut into
-        `splits` parts. kernel: "weight", whose out may be (N,M), `across`; "classifier_weight": a
-        is E5M2; "classifier_inp": a is E5M2, (M,K)."""
-        M, N = out.shape[::-1] if across else out.shape
+    def multiply_long(self, kernel, out, a, a_scale, b, b_scale, scale, splits=None):
+        """out (M,N) = scale * a^T @ b (N,K)^T, a (K,M) a gradient, with sums in float32; K is cut
+        into `splits` parts. kernel: "weight"; "weight_across", whose out is (N,M), and the gradient
+        is b; "classifier_inp", whose a is (M,K)."""
+        M, N = out.shape[::-1] if kernel == "weight_across" else out.shape
         K = b.shape[1]
         kernels = self.matmul.kernels
         side = int(self.device.stream is self.device.side)
         columns = self.device.geometry.MATMUL_FP8_LONG_BN
         kernels.launch(f"matmul_fp8_{kernel}", M, N, K, out, self.matmul.stream_workspace(),
                        self.done[side], *self.operands_of(a, b, columns), a_scale, b_scale,
-                       float(scale), *([int(across)] if kernel == "weight" else []),
-                       columns=columns, splits=splits or kernels.splits(M, N, K, columns))
+                       float(scale), columns=columns, splits=splits or kernels.splits(M, N, K, columns))
 
     def operands_of(self, a, b, columns):
         kernels = self.matmul.kernels

@@ -92,7 +92,7 @@ class Fp8Linear(NamedTuple):
         if self.name == "logits":
             self.fp8.multiply_long("classifier_inp", rows(dinp), *operands, scale)
         else:
-            self.fp8.multiply(rows(dinp), *operands, scale=scale)
+            self.fp8.multiply(rows(dinp), *operands, scale=scale, kernel="matmul_fp8_inp")
 
     def backward_inp_gelu(self, dinp, partials, dout, inp):
         """fc's gradient = dout @ weight * GELU'(inp (N,C)), partials = its column sums; dinp (N,C):
@@ -111,11 +111,10 @@ class Fp8Linear(NamedTuple):
         inp_scale = self.scale("inp")
         if self.name == "fcproj":
             inp = self.fcproj_inp(inp, made=self.name not in self.fp8.recomputed, again=True)
-            self.fp8.multiply_long("weight", self.dweight, inp, inp_scale, dout.transposed,
-                                   dout_scale, scale, across=True)
+            self.fp8.multiply_long("weight_across", self.dweight, inp, inp_scale, dout.transposed,
+                                   dout_scale, scale)
         else:
-            kernel = "classifier_weight" if self.name == "logits" else "weight"
-            self.fp8.multiply_long(kernel, self.dweight, dout.plain, dout_scale,
+            self.fp8.multiply_long("weight", self.dweight, dout.plain, dout_scale,
                                    self.of_this_layer("_inp_t"), inp_scale, scale)
 
     def tensor(self, suffix):
