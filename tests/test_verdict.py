@@ -264,7 +264,7 @@ KERNEL_FAULTS = {
     "FP8: rows 48 .. 63 of each 64 are not among the largest": (
         "fp8.cuh", "if (threadIdx.x % 32 > 0) return;",
         "if (threadIdx.x % 32 > 0 || threadIdx.x % 128 == 96) return;",
-        "logits", "cuda-fp8"),
+        "dlnfb", "cuda-fp8"),
 }
 
 
@@ -283,7 +283,9 @@ def plant_in_a_kernel(tmp_path, monkeypatch, file, right, wrong):
     """What is compiled from now on has this text in place of another."""
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
     path = tmp_path / "kernels" / file
-    path.write_text(path.read_text().replace(right, wrong))
+    text = path.read_text()
+    assert right in text
+    path.write_text(text.replace(right, wrong))
     monkeypatch.setattr(llmc.gpu.compiler, "KERNEL_DIRECTORY", str(tmp_path / "kernels"))
 
 

@@ -97,7 +97,8 @@ FAULTS = {
         "scaled_exp(largest_then, offset, scale)"),
     "a loss that does not weigh": ("update.cu", "weights[i] * losses[i]", "losses[i]"),
     "gradients without the batch's scale": ("update.cu", "= scale * (grad_clip", "= (grad_clip"),
-    "a norm without it": ("update.cu", "block_sum(squares)) * scale;", "block_sum(squares));"),
+    "a norm without it": ("update.cu", "block_sum(squares)) * fabsf(scale);",
+                          "block_sum(squares));"),
 }
 CAPPED_FAULTS = {
     "another row's weight": ("dloss * weights[n]", "dloss * weights[n ^ 1]"),

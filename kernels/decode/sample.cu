@@ -195,16 +195,23 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     };
     float mine = 0.0f, plain = 0.0f;  // the latter: for log-probabilities, of all tokens
     uint64 sum = 0;
-    for_tokens(logits, [&](int v, float x) {
+    const auto add = [&](int v, float x) {
         const float p = expf(x - largest);
         plain += p;
         mine += temperature == 1.0f ? p : weight(v, x);
-        if (top_p < 1.0f && !top_k) sum += in_integers(exponential(x));
-        if (largest - x <= reach) {
-            const int i = atomicAdd(&found, 1);
-            if (i < SAMPLE_THREADS) few[i] = key(v, x);
-        }
-    });
+    };
+    if (reach < 0.0f) {
+        for_tokens(logits, add);
+    } else {
+        for_tokens(logits, [&](int v, float x) {
+            add(v, x);
+            if (top_p < 1.0f && !top_k) sum += in_integers(exponential(x));
+            if (largest - x <= reach) {
+                const int i = atomicAdd(&found, 1);
+                if (i < SAMPLE_THREADS) few[i] = key(v, x);
+            }
+        });
+    }
     const float log_sum = logf(broadcast(scan_block(plain), SAMPLE_THREADS - 1));
     if (top_p < 1.0f && !top_k) sum = broadcast(scan_block(sum), SAMPLE_THREADS - 1);
 
