@@ -324,10 +324,9 @@ FAULTS = {  # in choosing among few: the right text of sample.cu, the fault, the
                                        Choice(1.0, 2)),
     "one too many": ("min(top_k, found)", "min(top_k + 1, found)", Choice(1.0, 1)),
     "the nucleus one short": ("through - part < target", "through < target", Choice(0.7, 0, 0.5)),
-    "the nucleus of the few": ("part_of(top_k > 0 ? all : sum)", "part_of(all)",
-                               Choice(1.3, 0, 0.9)),
-    "in the order of likelihood": ("sort_block(is_kept ? uint64(id)", "(is_kept ? uint64(id)",
-                                   Choice(1.0, 40)),
+    "the nucleus of the few": ("part_of(of_all)", "part_of(of_few)", Choice(1.3, 0, 0.9)),
+    "in the order of likelihood": ("__float_as_uint(w) : ALL, found);",
+                                   "__float_as_uint(w) : ALL, 0);", Choice(1.0, 40)),
 }
 
 

@@ -15,6 +15,11 @@ static_assert(SAMPLE_THREADS == 32 * 32 && SAMPLE_THREADS == 1 << DIGIT_BITS,
 static_assert(V <= 1 << ID_BITS && KEY_BITS % DIGIT_BITS == 0,
               "a key ends with the id, and has whole digits");
 
+// In a template, there would be one for each of its types.
+__shared__ uint64 sorted[2][SAMPLE_THREADS];  // in turn
+__shared__ uint64 digit_weights[SAMPLE_THREADS];  // by a digit of the key
+__shared__ int digit_counts[SAMPLE_THREADS];
+
 // The sum of x over this thread and those before it, in a fixed order.
 template <class T>
 __device__ inline T scan_block(T x) {
@@ -55,19 +60,23 @@ __device__ inline T broadcast(T x, int thread) {
     return shared;
 }
 
-// All threads' x, in ascending order: Batcher's bitonic network.
-__device__ inline uint64 sort_block(uint64 x) {
-    __shared__ uint64 all[SAMPLE_THREADS];
-    for (int size = 2; size <= SAMPLE_THREADS; size *= 2) {
+// The first `count` threads' x, in ascending order: Batcher's bitonic network. The other threads'
+// are not smaller.
+template <class T>
+__device__ inline T sort_block(T x, int count = SAMPLE_THREADS) {
+    int turn = 0;
+    __syncthreads();  // all have read what the call before wrote
+    for (int size = 2; size < 2 * count; size *= 2) {
         for (int distance = size / 2; distance > 0; distance /= 2) {
-            uint64 other;
+            T other;
             if (distance < 32) {
                 other = __shfl_xor_sync(0xffffffff, x, distance);
             } else {
-                __syncthreads();
+                T* const all = reinterpret_cast<T*>(sorted[turn]);
                 all[threadIdx.x] = x;
                 __syncthreads();
                 other = all[threadIdx.x ^ distance];
+                turn ^= 1;
             }
             const bool ascends = !(threadIdx.x & size), is_lower = !(threadIdx.x & distance);
             if ((ascends == is_lower) == (other < x)) x = other;
@@ -110,27 +119,25 @@ __device__ inline void for_tokens(const float* logits, const F& f) {
 template <class Key, class Weight>
 __device__ inline uint64 find_key(const float* logits, uint64 target, const Key& key,
                                   const Weight& weight) {
-    __shared__ uint64 weights[SAMPLE_THREADS];  // by a digit of the key
-    __shared__ int counts[SAMPLE_THREADS];
     uint64 known = 0;  // the digits so far
     int shift = KEY_BITS, digit;
     do {
         shift -= DIGIT_BITS;
         __syncthreads();  // all have read the counts of the digit before
-        weights[threadIdx.x] = counts[threadIdx.x] = 0;
+        digit_weights[threadIdx.x] = digit_counts[threadIdx.x] = 0;
         __syncthreads();
         for_tokens(logits, [&](int v, float x) {
             const uint64 digits = key(v, x) >> shift;
             if (digits >> DIGIT_BITS != known) return;
-            atomicAdd(weights + digits % SAMPLE_THREADS, weight(v, x));
-            atomicAdd(counts + digits % SAMPLE_THREADS, 1);
+            atomicAdd(digit_weights + digits % SAMPLE_THREADS, weight(v, x));
+            atomicAdd(digit_counts + digits % SAMPLE_THREADS, 1);
         });
         __syncthreads();
-        const uint64 mine = weights[threadIdx.x], through = scan_block(mine);
+        const uint64 mine = digit_weights[threadIdx.x], through = scan_block(mine);
         digit = first_thread(through >= target, false);
         target -= broadcast(through - mine, digit);
         known = known << DIGIT_BITS | digit;
-    } while (shift > 0 && counts[digit] > 1);
+    } while (shift > 0 && digit_counts[digit] > 1);
     return ((known + 1) << shift) - 1;
 }
 
@@ -180,7 +187,7 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     const int wanted = top_k > 0 ? top_k : FEW;
     float reach = -1.0f;
     if ((top_k > 0 || top_p < 1.0f) && wanted <= FEW) {
-        const uint64 distance = sort_block(__float_as_uint(largest - best));
+        const uint32 distance = sort_block(__float_as_uint(largest - best));
         reach = __uint_as_float(broadcast(distance, wanted - 1));
     }
 
@@ -194,7 +201,6 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
         return last == ALL || key(v, x) <= last ? exponential(x) : 0.0f;
     };
     float mine = 0.0f, plain = 0.0f;  // the latter: for log-probabilities, of all tokens
-    uint64 sum = 0;
     const auto add = [&](int v, float x) {
         const float p = expf(x - largest);
         plain += p;
@@ -205,7 +211,6 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     } else {
         for_tokens(logits, [&](int v, float x) {
             add(v, x);
-            if (top_p < 1.0f && !top_k) sum += in_integers(exponential(x));
             if (largest - x <= reach) {
                 const int i = atomicAdd(&found, 1);
                 if (i < SAMPLE_THREADS) few[i] = key(v, x);
@@ -213,28 +218,31 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
         });
     }
     const float log_sum = logf(broadcast(scan_block(plain), SAMPLE_THREADS - 1));
-    if (top_p < 1.0f && !top_k) sum = broadcast(scan_block(sum), SAMPLE_THREADS - 1);
 
     // Of all tokens the likeliest top_k, and of these the fewest that have top_p of their
     // probability; of a token among them, in the order of ids, a thread has the weight.
     const auto draw_of_few = [&] {
-        const uint64 own = sort_block(threadIdx.x < found ? few[threadIdx.x] : ALL);
+        const uint64 own = sort_block(threadIdx.x < found ? few[threadIdx.x] : ALL, found);
         const int id = own % (1 << ID_BITS);
         bool is_kept = threadIdx.x < (top_k > 0 ? min(top_k, found) : found);
         const float w = is_kept ? exponential(logits[id]) : 0.0f;
         if (top_p < 1.0f) {
             const uint64 part = in_integers(w), through = scan_block(part);
-            const uint64 all = broadcast(through, SAMPLE_THREADS - 1);
-            const uint64 target = part_of(top_k > 0 ? all : sum);
-            if (all < target) return -1;
+            const uint64 of_few = broadcast(through, SAMPLE_THREADS - 1);
+            const uint64 of_all =
+                top_k > 0 ? of_few
+                          : in_integers(broadcast(scan_block(mine), SAMPLE_THREADS - 1));
+            const uint64 target = part_of(of_all);
+            if (of_few < target) return -1;
             is_kept = is_kept && through - part < target;
         }
         const uint64 kept =
-            sort_block(is_kept ? uint64(id) << 32 | __float_as_uint(w) : ALL);
-        const float mine = kept == ALL ? 0.0f : __uint_as_float(uint32(kept));
-        const float through = scan_block(mine);
+            sort_block(is_kept ? uint64(id) << 32 | __float_as_uint(w) : ALL, found);
+        const float own_weight = kept == ALL ? 0.0f : __uint_as_float(uint32(kept));
+        const float through = scan_block(own_weight);
         const float target = coin * broadcast(through, SAMPLE_THREADS - 1);
-        const int thread = first_thread(mine > 0.0f && through > target, mine > 0.0f);
+        const int thread =
+            first_thread(own_weight > 0.0f && through > target, own_weight > 0.0f);
         return broadcast(int(kept >> 32), thread);
     };
     // The same of any number of tokens, with keys up to `last`: the first at which the running sum
