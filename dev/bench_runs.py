@@ -56,6 +56,7 @@ def bench_generate(args):
     warm-up. "of the floor": the time to read all weights once, at the GPU's copy bandwidth, as a
     part of a step. transformers is generate(), eager."""
     config, params = random_model(args.model, V)
+    params.lnfw *= 7  # probabilities as far apart as a trained model's: top_p 0.9 leaves hundreds
     gpu = floor = None
     with contextlib.suppress(UserError):
         gpu = open_gpu()
@@ -81,6 +82,7 @@ def bench_generate(args):
             decoder = Decoder(config, params, B, config.maxT)
         row("ours", B, draw(decoder, B, Choice()))
         row("ours, top_k 50", B, draw(decoder, B, Choice(1.0, 50)))
+        row("ours, top_p 0.9", B, draw(decoder, B, Choice(1.0, 0, 0.9)))
         del decoder
         if gpu:
             cp.get_default_memory_pool().free_all_blocks()
