@@ -147,8 +147,21 @@ def run_pass(decoder, tokens):
     B, T = tokens.shape
     decoder.acts.tokens[: tokens.size].set(tokens.reshape(-1))
     classifier = decode_layers(decoder, B, T)
+    acts = decoder.acts
     if T == 1:
-        decode_logits(decoder.device, decoder.acts.logits, *classifier, B, decoder.config.Vp)
+        decode_logits(decoder.device, acts.logits, acts.tiles, *classifier, acts.control, B,
+                      decoder.config.Vp)
+
+
+def tiles_of(logits, V, rows, temperature):
+    """What decode_logits leaves of the tiles of logits (B,Vp): (B,Vp/rows,4)."""
+    x = np.where(np.arange(logits.shape[1]) < V, logits, -np.inf).astype(np.float64)
+    x = x.reshape(len(x), -1, rows)
+    largest = x.max(-1, keepdims=True)
+    distance = np.where(x == -np.inf, -np.inf, x - np.where(largest == -np.inf, 0, largest))
+    tempered = distance / temperature if temperature else distance
+    sums = [np.exp(each).sum(-1, keepdims=True) for each in (distance, tempered)]
+    return np.concatenate([largest, *sums, np.zeros_like(largest)], -1).astype(np.float32)
 
 
 @pytest.mark.parametrize("B, T, position",
@@ -179,9 +192,11 @@ def check_pass(ours, cpu, dtype, B, T, position):
         theirs[:, :, :, :position] = rounded(before, dtype)
         theirs[:, :, :, position:] = np.nan
         mine.set(bf16_bits(theirs) if dtype == "bfloat16" else theirs)
-    for name in ("residual", "branches", "normed", "query", "atty", "parts", "fch_act", "logits"):
+    for name in ("residual", "branches", "normed", "query", "atty", "parts", "fch_act", "logits",
+                 "tiles"):
         getattr(ours.acts, name).view(np.uint8).fill(0xFF)
-    ours.set(position=position)
+    temperature = (0.0, 0.7, 1.0)[position % 3]
+    ours.set(position=position, temperature=temperature)
     run_pass(ours, tokens)
     logits = cpu.forward(tokens, position)
     N = B * T
@@ -212,6 +227,9 @@ def check_pass(ours, cpu, dtype, B, T, position):
         assert np.isnan(mine[:, :, :, position + T :]).all()
     if T == 1:
         close("logits", ours.acts.logits[:, : config.V], logits)
+        expected = tiles_of(ours.acts.logits.get(), config.V, ours.device.geometry.DECODE_ROWS,
+                            temperature)
+        np.testing.assert_allclose(ours.acts.tiles.get(), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("B, T, position", ((1, 1, 0.9), (1, 40, 0), (70, 1, 0.7)))
@@ -279,11 +297,12 @@ def test_drawing(decoders, V, spread, choice):
     acts = decoder.acts
     randoms = generate.streams(7, B)
     acts.logits.set(logits)
+    acts.tiles.set(tiles_of(logits, V, decoder.device.geometry.DECODE_ROWS, choice.temperature))
     acts.randoms.set(np.array([random.state for random in randoms], np.uint64))
     decoder.set(position=3, step=6, top_k=min(choice.top_k, V), temperature=choice.temperature,
                 top_p=choice.top_p)
     decode_sample(decoder.device, acts.tokens, acts.randoms, acts.control, decoder.drawn,
-                  decoder.logprobs, acts.logits, B)
+                  decoder.logprobs, acts.logits, acts.tiles, B)
     decoder.device.stream.synchronize()
     control = acts.control.get().view(TEXT_CONTROL)[0]
     assert control["position"] == 4 and control["step"] == 7 and control["arrived"] == 0
@@ -324,7 +343,11 @@ FAULTS = {  # in choosing among few: the right text of sample.cu, the fault, the
                                        Choice(1.0, 2)),
     "one too many": ("min(top_k, found)", "min(top_k + 1, found)", Choice(1.0, 1)),
     "the nucleus one short": ("through - part < target", "through < target", Choice(0.7, 0, 0.5)),
-    "the nucleus of the few": ("part_of(of_all)", "part_of(of_few)", Choice(1.3, 0, 0.9)),
+    "the nucleus of the few": ("of_few : in_integers(all)", "of_few : of_few",
+                               Choice(1.3, 0, 0.9)),
+    "tiles without the temperature": ("own[i].weight * exp", "own[i].sum * exp", Choice(2.0)),
+    "a thread's last tile lost": ("i < EACH; i++) {\n        plain", "i < EACH - 1; i++) {\n        plain",
+                                  Choice()),
     "in the order of likelihood": ("__float_as_uint(w) : ALL, found);",
                                    "__float_as_uint(w) : ALL, 0);", Choice(1.0, 40)),
 }

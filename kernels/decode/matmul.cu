@@ -86,16 +86,36 @@ MATMUL decode_fc(element* act, float* residual, const float* inp, const float* b
     });
 }
 
-// logits (N,Vp) = x @ weight (Vp,C)^T, with the speed run's model + bias (Vp,), capped.
-MATMUL decode_logits(float* logits, float* residual, const float* inp, const float* branches,
-                     const element* branch_bias, const element* normed, const element* ln_weight,
-                     const element* ln_bias, const element* weight, const element* bias, int N,
-                         int stages) {
+// f(x, y) over the rows of the weight in a tile, for the same row of x.
+template <class F>
+__device__ inline float over_tile(float x, const F& f) {
+#pragma unroll
+    for (int distance = 1; distance < ROWS; distance *= 2) x = f(x, exchanged(x, distance));
+    return x;
+}
+
+// logits (N,Vp) = x @ weight (Vp,C)^T, with the speed run's model + bias (Vp,), capped; tiles
+// (N,Vp/ROWS): of the V tokens.
+MATMUL decode_logits(float* logits, TileOfLogits* tiles, float* residual, const float* inp,
+                     const float* branches, const element* branch_bias, const element* normed,
+                     const element* ln_weight, const element* ln_bias, const element* weight,
+                     const element* bias, const Control* control, int N, int stages) {
+    const float temperature = control->temperature;
     normalized_matmul<FC_PARTS>({residual, inp, branches}, branch_bias, normed, ln_weight, ln_bias,
-                                weight, Vp, N,
-                                stages, [&](int row) -> Ahead {
+                                weight, Vp, N, stages, [&](int row) -> Ahead {
         return {bias ? bias[row] : element{}, {}};
     }, [&](int row, int n, float x, float2) {
-        logits[int64(n) * Vp + row] = capped(x);
+        const float logit = capped(x);
+        logits[int64(n) * Vp + row] = logit;
+        const bool is_token = row < V;
+        const auto add = [](float a, float b) { return a + b; };
+        const float largest = over_tile(is_token ? logit : -INFINITE,
+                                        [](float a, float b) { return fmaxf(a, b); });
+        const float sum = over_tile(is_token ? expf(logit - largest) : 0.0f, add);
+        float tempered = sum;  // with a temperature of 0, nobody asks for it
+        if (temperature != 1.0f && temperature > 0.0f)
+            tempered = over_tile(is_token ? expf((logit - largest) / temperature) : 0.0f, add);
+        if (row % ROWS == 0)
+            tiles[int64(n) * (Vp / ROWS) + row / ROWS] = {largest, sum, tempered, 0.0f};
     });
 }

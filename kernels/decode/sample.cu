@@ -1,7 +1,8 @@
-// decode_sample: a block draws a sequence's next token. Reading the logits from the L2 cache bounds
-// it: twice. top_k and top_p look at the likeliest few hundred tokens alone, which the second
-// reading finds; where these are too many, or not enough, the logits are read a few times more. All
-// sums have a fixed order or are of integers.
+// decode_sample: a block draws a sequence's next token. It reads what decode_logits has left of each
+// tile of logits, and then the logits of one thread's tiles. top_k and top_p look at the likeliest
+// few hundred tokens alone, in the tiles that have one of these; where they are too many, or not
+// enough, all logits are read several times. Latency bounds it. All sums have a fixed order or are
+// of integers.
 
 #include "decode/step.cuh"
 
@@ -9,11 +10,15 @@ constexpr int SAMPLE_THREADS = DECODE_SAMPLE_THREADS;
 constexpr int KEY_BITS = 60, DIGIT_BITS = 10, ID_BITS = 20;
 constexpr uint64 ALL = ~0ull;
 constexpr int FEW = SAMPLE_THREADS / 2;
-constexpr int SPAN = (V + SAMPLE_THREADS - 1) / SAMPLE_THREADS * 32;  // of tokens, for a warp
+// a thread has this many tiles, SPAN tokens
+constexpr int ROWS = DECODE_ROWS, TILES = Vp / ROWS;
+constexpr int EACH = (TILES + SAMPLE_THREADS - 1) / SAMPLE_THREADS, SPAN = EACH * ROWS;
 static_assert(SAMPLE_THREADS == 32 * 32 && SAMPLE_THREADS == 1 << DIGIT_BITS,
               "a lane for each warp, a thread a digit");
 static_assert(V <= 1 << ID_BITS && KEY_BITS % DIGIT_BITS == 0,
               "a key ends with the id, and has whole digits");
+static_assert(SPAN <= SAMPLE_THREADS, "a thread for each token of a thread");
+static_assert(Vp % 4 == 0 && ROWS % 4 == 0, "logits are read four at a time");
 
 // In a template, there would be one for each of its types.
 __shared__ uint64 sorted[2][SAMPLE_THREADS];  // in turn
@@ -97,20 +102,22 @@ __device__ inline int first_thread(bool is_it, bool else_it) {
     return first < SAMPLE_THREADS ? first : last;
 }
 
-// f(id, its logit) for the tokens of this warp's span, each lane for some. Several loads are in
-// flight at once.
+// f(id, its logit) for `count` tokens from `begin` on, both multiples of 4, in order.
 template <class F>
-__device__ inline void for_tokens(const float* logits, const F& f) {
-    const int begin = threadIdx.x / 32 * SPAN, end = min(V, begin + SPAN);
-    for (int first = begin + threadIdx.x % 32; first < end; first += 8 * 32) {
-        float x[8];
+__device__ inline void for_tokens(const float* logits, int begin, int count, const F& f) {
+    for (int first = begin; first < min(V, begin + count); first += 4) {
+        const float4 quad = *reinterpret_cast<const float4*>(logits + first);
+        const float x[4] = {quad.x, quad.y, quad.z, quad.w};
 #pragma unroll
-        for (int i = 0; i < 8; i++) x[i] = first + i * 32 < end ? logits[first + i * 32] : 0.0f;
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            if (first + i * 32 < end) f(first + i * 32, x[i]);
+        for (int i = 0; i < 4; i++) {
+            if (first + i < V) f(first + i, x[i]);
         }
     }
+}
+// The same for all tokens of this thread.
+template <class F>
+__device__ inline void for_own_tokens(const float* logits, const F& f) {
+    for_tokens(logits, threadIdx.x * SPAN, SPAN, f);
 }
 
 // The key up to which the weights add up to `target` (1 .. their sum) or more, lower keys first:
@@ -126,7 +133,7 @@ __device__ inline uint64 find_key(const float* logits, uint64 target, const Key&
         __syncthreads();  // all have read the counts of the digit before
         digit_weights[threadIdx.x] = digit_counts[threadIdx.x] = 0;
         __syncthreads();
-        for_tokens(logits, [&](int v, float x) {
+        for_own_tokens(logits, [&](int v, float x) {
             const uint64 digits = key(v, x) >> shift;
             if (digits >> DIGIT_BITS != known) return;
             atomicAdd(digit_weights + digits % SAMPLE_THREADS, weight(v, x));
@@ -149,12 +156,11 @@ __device__ inline float next_coin(uint64& state) {
     return float(uint32(state * 0x2545F4914F6CDD1Dull >> 32) >> 8) / 16777216.0f;
 }
 
-// Block (SAMPLE_THREADS); grid (B). drawn, logprobs (ring,B): pinned, a row a step in turn; the
-// latter under the model.
+// Block (SAMPLE_THREADS); grid (B). tiles (B,TILES): of logits (B,Vp). drawn, logprobs (ring,B):
+// pinned, a row a step in turn; the latter under the model.
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
 decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, float* logprobs,
-              const float* logits,
-              int ring) {
+              const float* logits, const TileOfLogits* tiles, int ring) {
     constexpr uint64 ONE = 1ull << 40;  // of the integers that stand for probabilities
     let_next_begin();
     wait_for_inputs();
@@ -163,125 +169,126 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     // Without a temperature, only the likeliest token may be drawn, the first of equal ones.
     const int top_k = temperature > 0.0f ? control->top_k : 0;
     const float top_p = temperature > 0.0f ? control->top_p : 1.0f;
-    logits += int64(b) * Vp;
+    logits += int64(b) * Vp, tiles += int64(b) * TILES;
     uint64 random = randoms[b];
     const float coin = next_coin(random);
 
-    float best = -INFINITE, smallest = INFINITE;  // of this thread's tokens
-    for_tokens(logits,
-               [&](int, float x) { best = fmaxf(best, x), smallest = fminf(smallest, x); });
-    const float largest = block_max(best);
-    smallest = -block_max(-smallest);
-
-    // A token's key is smaller the likelier the token, and of equally likely ones for a lower id.
-    // It is proportional to the distance from the largest logit: no digit has most of the tokens.
-    const float scale = 0.999f * (1ull << (KEY_BITS - ID_BITS)) / fmaxf(largest - smallest, 1e-20f);
-    const auto key = [&](int v, float x) { return uint64((largest - x) * scale) << ID_BITS | v; };
-    const auto exponential = [&](float x) { return expf((x - largest) / temperature); };
-    const auto in_integers = [&](float weight) { return uint64(weight * ONE); };
-    // how far in the order of likelihood their sum is top_p of `all`
-    const auto part_of = [&](uint64 all) { return max(uint64(1), uint64(double(all) * top_p)); };
-
-    // How far from the largest logit the few likeliest tokens are: at least so many of them as
-    // threads whose best token is as near.
-    const int wanted = top_k > 0 ? top_k : FEW;
-    float reach = -1.0f;
-    if ((top_k > 0 || top_p < 1.0f) && wanted <= FEW) {
-        const uint32 distance = sort_block(__float_as_uint(largest - best));
-        reach = __uint_as_float(broadcast(distance, wanted - 1));
+    TileOfLogits own[EACH];
+    float best = -INFINITE;  // of this thread's tokens
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int tile = threadIdx.x * EACH + i;
+        own[i] = tile < TILES ? tiles[tile] : TileOfLogits{-INFINITE, 0.0f, 0.0f, 0.0f};
+        best = fmaxf(best, own[i].largest);
     }
-
-    __shared__ uint64 few[SAMPLE_THREADS];  // their keys
-    __shared__ int found;
-    if (threadIdx.x == 0) found = 0;
-    __syncthreads();
-    uint64 last = ALL;
-    const auto weight = [&](int v, float x) {
-        if (temperature == 0.0f) return x == largest ? 1.0f : 0.0f;
-        return last == ALL || key(v, x) <= last ? exponential(x) : 0.0f;
-    };
-    float mine = 0.0f, plain = 0.0f;  // the latter: for log-probabilities, of all tokens
-    const auto add = [&](int v, float x) {
-        const float p = expf(x - largest);
-        plain += p;
-        mine += temperature == 1.0f ? p : weight(v, x);
-    };
-    if (reach < 0.0f) {
-        for_tokens(logits, add);
-    } else {
-        for_tokens(logits, [&](int v, float x) {
-            add(v, x);
-            if (largest - x <= reach) {
-                const int i = atomicAdd(&found, 1);
-                if (i < SAMPLE_THREADS) few[i] = key(v, x);
-            }
-        });
+    const float largest = block_max(best);
+    const auto exponential = [&](float x) { return expf((x - largest) / temperature); };
+    float mine = 0.0f, plain = 0.0f;  // the latter: for log-probabilities
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        plain += own[i].sum * expf(own[i].largest - largest);
+        if (temperature == 0.0f) mine += own[i].largest == largest;
+        else mine += own[i].weight * exponential(own[i].largest);
     }
     const float log_sum = logf(broadcast(scan_block(plain), SAMPLE_THREADS - 1));
+    const float all = broadcast(scan_block(mine), SAMPLE_THREADS - 1);
+
+    const auto in_integers = [&](float weight) { return uint64(weight * ONE); };
+    // how far in the order of likelihood their sum is top_p of `sum`
+    const auto part_of = [&](uint64 sum) { return max(uint64(1), uint64(double(sum) * top_p)); };
+
+    // The few likeliest tokens are those not further than `reach` from the largest logit: at least
+    // as many as threads whose best token is as near.
+    const int wanted = top_k > 0 ? top_k : FEW;
+    __shared__ uint64 few[SAMPLE_THREADS];  // their distance and id
+    __shared__ int found;
+    if (threadIdx.x == 0) found = SAMPLE_THREADS + 1;  // for the case that none are looked for
+    if ((top_k > 0 || top_p < 1.0f) && wanted <= FEW) {
+        const uint32 distance = sort_block(__float_as_uint(largest - best));
+        const float reach = __uint_as_float(broadcast(distance, wanted - 1));
+        if (threadIdx.x == 0) found = 0;
+        __syncthreads();
+#pragma unroll 1
+        for (int i = 0; i < EACH; i++) {
+            const int tile = threadIdx.x * EACH + i;
+            if (tile >= TILES || largest - tiles[tile].largest > reach) continue;
+            for_tokens(logits, tile * ROWS, ROWS, [&](int v, float x) {
+                if (largest - x > reach) return;
+                const int place = atomicAdd(&found, 1);
+                if (place < SAMPLE_THREADS)
+                    few[place] = uint64(__float_as_uint(largest - x)) << ID_BITS | v;
+            });
+        }
+    }
+    __syncthreads();
 
     // Of all tokens the likeliest top_k, and of these the fewest that have top_p of their
     // probability; of a token among them, in the order of ids, a thread has the weight.
     const auto draw_of_few = [&] {
-        const uint64 own = sort_block(threadIdx.x < found ? few[threadIdx.x] : ALL, found);
-        const int id = own % (1 << ID_BITS);
+        const uint64 place = sort_block(threadIdx.x < found ? few[threadIdx.x] : ALL, found);
+        const int id = place % (1 << ID_BITS);
         bool is_kept = threadIdx.x < (top_k > 0 ? min(top_k, found) : found);
         const float w = is_kept ? exponential(logits[id]) : 0.0f;
         if (top_p < 1.0f) {
             const uint64 part = in_integers(w), through = scan_block(part);
             const uint64 of_few = broadcast(through, SAMPLE_THREADS - 1);
-            const uint64 of_all =
-                top_k > 0 ? of_few
-                          : in_integers(broadcast(scan_block(mine), SAMPLE_THREADS - 1));
-            const uint64 target = part_of(of_all);
+            const uint64 target = part_of(top_k > 0 ? of_few : in_integers(all));
             if (of_few < target) return -1;
             is_kept = is_kept && through - part < target;
         }
         const uint64 kept =
             sort_block(is_kept ? uint64(id) << 32 | __float_as_uint(w) : ALL, found);
-        const float own_weight = kept == ALL ? 0.0f : __uint_as_float(uint32(kept));
-        const float through = scan_block(own_weight);
+        const float weight = kept == ALL ? 0.0f : __uint_as_float(uint32(kept));
+        const float through = scan_block(weight);
         const float target = coin * broadcast(through, SAMPLE_THREADS - 1);
-        const int thread =
-            first_thread(own_weight > 0.0f && through > target, own_weight > 0.0f);
+        const int thread = first_thread(weight > 0.0f && through > target, weight > 0.0f);
         return broadcast(int(kept >> 32), thread);
     };
-    // The same of any number of tokens, with keys up to `last`: the first at which the running sum
-    // of the weights exceeds the coin's part of the whole. First the warp's span that has it, then
-    // a thread's part of that, down to one token.
+    // The same of any number of tokens: the first at which the running sum of the weights exceeds
+    // the coin's part of the whole. First the thread that has it, then one of its tokens.
     const auto draw_of_all = [&] {
-        if (top_k > 0) last = find_key(logits, top_k, key, [](int, float) { return uint64(1); });
-        if (top_p < 1.0f) {
-            const auto part = [&, last](int v, float x) {
-                return key(v, x) <= last ? in_integers(exponential(x)) : 0;
-            };
-            uint64 all = 0;
-            for_tokens(logits, [&](int v, float x) { all += part(v, x); });
-            all = broadcast(scan_block(all), SAMPLE_THREADS - 1);
-            last = find_key(logits, part_of(all), key, part);
-        }
-        if (last != ALL) {
+        uint64 last = ALL;  // key of those that are kept
+        // A token's key is smaller the likelier the token, and of equally likely ones for a lower
+        // id. It is proportional to the distance from the largest logit: no digit has most of the
+        // tokens.
+        float scale = 0.0f;
+        const auto key = [&](int v, float x) {
+            return uint64((largest - x) * scale) << ID_BITS | v;
+        };
+        const auto weight = [&](int v, float x) {
+            if (temperature == 0.0f) return x == largest ? 1.0f : 0.0f;
+            return last == ALL || key(v, x) <= last ? exponential(x) : 0.0f;
+        };
+        if (top_k > 0 || top_p < 1.0f) {
+            float farthest = 0.0f;
+            for_own_tokens(logits,
+                           [&](int, float x) { farthest = fmaxf(farthest, largest - x); });
+            scale = 0.999f * (1ull << (KEY_BITS - ID_BITS)) / fmaxf(block_max(farthest), 1e-20f);
+            if (top_k > 0)
+                last = find_key(logits, top_k, key, [](int, float) { return uint64(1); });
+            if (top_p < 1.0f) {
+                const auto part = [&, last](int v, float x) {
+                    return key(v, x) <= last ? in_integers(exponential(x)) : 0;
+                };
+                uint64 sum = 0;
+                for_own_tokens(logits, [&](int v, float x) { sum += part(v, x); });
+                sum = broadcast(scan_block(sum), SAMPLE_THREADS - 1);
+                last = find_key(logits, part_of(sum), key, part);
+            }
             mine = 0.0f;
-            for_tokens(logits, [&](int v, float x) { mine += weight(v, x); });
+            for_own_tokens(logits, [&](int v, float x) { mine += weight(v, x); });
         }
-        mine = warp_sum(mine);
-        if (threadIdx.x % 32) mine = 0.0f;
         float through = scan_block(mine), target = 0.0f;
         if (temperature > 0.0f) target = coin * broadcast(through, SAMPLE_THREADS - 1);
-        int begin = 0, end = V, span = SPAN, each = SPAN / 32;
-        while (true) {
-            const int thread = first_thread(mine > 0.0f && through > target, mine > 0.0f);
-            begin += thread * each, end = min(end, begin + span);
-            if (span == 1) return begin;
-            target -= broadcast(through - mine, thread);
-            span = each = (end - begin + SAMPLE_THREADS - 1) / SAMPLE_THREADS;
-            mine = 0.0f;
-            const int from = begin + threadIdx.x * each;
-            for (int v = from; v < min(end, from + each); v++) mine += weight(v, logits[v]);
-            through = scan_block(mine);
-        }
+        const int thread = first_thread(mine > 0.0f && through > target, mine > 0.0f);
+        target -= broadcast(through - mine, thread);
+        const int token = thread * SPAN + threadIdx.x;
+        mine = threadIdx.x < SPAN && token < V ? weight(token, logits[token]) : 0.0f;
+        through = scan_block(mine);
+        return thread * SPAN + first_thread(mine > 0.0f && through > target, mine > 0.0f);
     };
     int token = -1;
-    if (reach >= 0.0f && found <= SAMPLE_THREADS) token = draw_of_few();
+    if (found <= SAMPLE_THREADS) token = draw_of_few();
     if (token < 0) token = draw_of_all();
 
     if (threadIdx.x > 0) return;

@@ -7,7 +7,7 @@
 //     decode_attention  softmax(query @ keys^T / sqrt(HS)) @ values                     atty =
 //     decode_project    matmul, of atty or act                                          branches =
 //     decode_fc         residual, layernorm, matmul, GELU                               residual, act =
-//     decode_logits     residual, layernorm, matmul                                     residual, logits =
+//     decode_logits     residual, layernorm, matmul; sums of each tile of logits        residual, logits, tiles =
 //     decode_sample     draws the next token                                            tokens, randoms, control =
 //
 // Llama 3 has RMSNorm for layernorm (RMS), no biases, queries and keys rotated for wpe (ROPE),
@@ -43,6 +43,12 @@ struct Control {
     int arrived;   // blocks of decode_sample that are done
     int top_k;     // these three: llmc/sampler.py's Choice
     float temperature, top_p;
+};
+
+// Of the logits of a tile, DECODE_ROWS tokens: the largest, and the sums of exp(logit - largest) and
+// of exp((logit - largest) / temperature).
+struct __align__(16) TileOfLogits {
+    float largest, sum, weight, unused;
 };
 
 // The next kernel may begin, as soon as all blocks of this one have.

@@ -196,19 +196,19 @@ def decode_fc(device, act, x, weight, bias, N, OC):
     decode_matmul(device, "decode_fc", (act, *x, weight, bias), N, OC, normalizes=x.normed is None)
 
 
-def decode_logits(device, logits, x, weight, bias, B, Vp):
-    """logits (B,Vp) = x @ weight (Vp,C)^T + bias, capped if the model does. x, weight, bias: what
-    decode_layers has returned."""
-    decode_matmul(device, "decode_logits", (logits, *x, weight, bias), B, Vp,
+def decode_logits(device, logits, tiles, x, weight, bias, control, B, Vp):
+    """logits (B,Vp) = x @ weight (Vp,C)^T + bias, capped if the model does; tiles (B,.,4): sums of
+    their exponentials for decode_sample. x, weight, bias: what decode_layers has returned."""
+    decode_matmul(device, "decode_logits", (logits, tiles, *x, weight, bias, control), B, Vp,
                   normalizes=x.normed is None)
 
 
-def decode_sample(device, tokens, randoms, control, drawn, logprobs, logits, B):
+def decode_sample(device, tokens, randoms, control, drawn, logprobs, logits, tiles, B):
     """tokens (B,) = the next ones, drawn with randoms (B,) and control's Choice; they also go, with
     their log-probabilities, to the host: the step's row of drawn and logprobs (ring,B). control:
     position and step += 1."""
     device.launch("decode_sample", (B,), (device.geometry.DECODE_SAMPLE_THREADS,), tokens, randoms,
-                  control, pointer(drawn), pointer(logprobs), logits, len(drawn), early=True)
+                  control, pointer(drawn), pointer(logprobs), logits, tiles, len(drawn), early=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -336,6 +336,7 @@ class Decoder:
             "parts": Row((N, NH, blocks(T, geometry.DECODE_SPLIT), HS + 4)),
             "arrived": Row((N, NH), "int32"),  # blocks of attention
             "logits": Row((B, config.Vp)),
+            "tiles": Row((B, config.Vp // geometry.DECODE_ROWS, 4)),  # of logits: TileOfLogits
             "randoms": Row((B,), "uint64"),
             "control": Row((TEXT_CONTROL.itemsize,), "uint8"),
         }
@@ -421,9 +422,10 @@ class Decoder:
 
     def launch_step(self):
         device, acts, B = self.device, self.acts, self.B
-        decode_logits(device, acts.logits, *decode_layers(self, B, 1), B, self.config.Vp)
+        decode_logits(device, acts.logits, acts.tiles, *decode_layers(self, B, 1), acts.control, B,
+                      self.config.Vp)
         decode_sample(device, acts.tokens, acts.randoms, acts.control, self.drawn, self.logprobs,
-                      acts.logits, B)
+                      acts.logits, acts.tiles, B)
 
 
 def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):
