@@ -45,8 +45,8 @@ struct Control {
     float temperature, top_p;
 };
 
-// Of the logits of a tile, DECODE_ROWS tokens: the largest, and the sums of exp(logit - largest) and
-// of exp((logit - largest) / temperature).
+// Of the logits of a tile, DECODE_ROWS tokens: the largest, and the sums of exp(logit - largest)
+// and of exp((logit - largest) / temperature).
 struct __align__(16) TileOfLogits {
     float largest, sum, weight, unused;
 };
