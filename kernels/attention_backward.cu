@@ -1,0 +1,463 @@
+// The gradient of attention (attention.cu) in one pass, in bfloat16, for every GPU from sm_80 on.
+//
+//     D = sum over HS of dout * out;  P = exp(S - lse);  dP = dout @ value^T
+//     dS = P * (dP - D) / sqrt(HS)
+//     dquery = dS @ key;  dkey = dS^T @ query;  dvalue = P^T @ dout           dinp =, D =, partials =
+//
+// Tensors are those of attention.cu. dquery (B,NH,rows,HS) float32 and added (B,NH,rows / QUERIES)
+// are scratch, rows = T rounded up to whole tiles.
+//
+// A block has KEYS keys and values of one head, 16 in each of its WARPS warps: it sums dkey and
+// dvalue in registers. One more warp brings tiles of QUERIES queries and of their dout to shared
+// memory, double-buffered, of one query head of the group after the other, from the diagonal on.
+// For each tile, a warp computes S and dP transposed, keys down and queries across: so P and dS
+// are the A operands of dvalue and dkey as they are (mma.cuh). dS goes to shared memory, too, where
+// all keys of the block meet: one iteration later, each warp multiplies a piece of it by the keys,
+// for the tile's dquery.
+//
+// Blocks share a tile's dquery, which is added up in `dquery`, in L2, in a fixed order, so that
+// every run has the same bits: first the keys on the diagonal, whose block stores, then those before
+// them, at last the first keys, whose block rotates the sums and stores them as dinp. `added` counts
+// the blocks that have added to a tile; the next one waits for its turn. It rarely does: blocks
+// start in that order, each is done with a tile before the next one comes to it, and the warp that
+// brings tiles also asks for the turn and announces it, an iteration ahead and one behind. No block
+// waits for one with a higher number, and those with lower ones have started: no deadlock.
+//
+// Five matmuls and one exp, where dquery and dkv apart take seven and two. Bound by the tensor cores.
+
+#include "attention.cuh"
+
+constexpr int WARPS = ATTENTION_BACKWARD_WARPS, THREADS = WARPS * 32;  // that compute
+// Whether a warp of its own brings tiles: no other warp waits then for what only one has to do.
+// With 9 warps, the registers of a multiprocessor's quarter make 168 for a thread, else 255.
+constexpr bool HAS_LOADER = ATTENTION_LOADERS > 0;
+constexpr int LOADERS = HAS_LOADER ? 32 : THREADS;  // threads
+constexpr int ALL_THREADS = THREADS + 32 * ATTENTION_LOADERS;
+constexpr int KEYS = WARPS * 16;            // of a block
+constexpr int QUERIES = ATTENTION_QUERIES;  // of a tile
+constexpr int STEP = ATTENTION_STEP;        // queries of which a warp has S and dP at a time
+constexpr int TILE = QUERIES * TILE_STRIDE;
+// dS has a row for each key, padded as mma.cuh's tiles are
+constexpr int DS_STRIDE = QUERIES + 8, DS = KEYS * DS_STRIDE;
+// whether registers have room for the keys; else they are read from shared memory
+constexpr bool RESIDENT_KEYS = HS <= 64;
+// A warp's piece of dquery has 16 rows, and this many columns.
+constexpr int COLUMNS = HS % 32 == 0 ? 32 : 16;
+constexpr int PIECES = QUERIES / 16 * (HS / COLUMNS);
+// clock cycles, some seconds, after which a block gives up waiting: an error, not a hang
+constexpr int64 GIVE_UP = int64(1) << 32;
+
+static_assert(BFLOAT16, "float32's gradient is in attention.cu");
+static_assert(KEYS % QUERIES == 0, "a block starts at a whole tile");
+static_assert(QUERIES % STEP == 0, "a tile has whole steps");
+static_assert(KEYS % 64 == 0, "a row of partials has 64 rows");
+static_assert(ATTENTION_BACKWARD_SHARED
+                  == 2 * (KEYS * TILE_STRIDE + 4 * TILE + 2 * DS) + 4 * 4 * QUERIES,
+              "shared memory: keys, two pairs of tiles, two dS, and lse and D of two tiles");
+
+// All warps of the block. Named barriers, as warps meet in different places.
+__device__ inline void meet() {
+    asm volatile("bar.sync 0, %0;" ::"n"(ALL_THREADS) : "memory");
+}
+// Those that compute.
+__device__ inline void meet_computing() {
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+}
+
+// -------------------------------------------------------------------------------------------------
+// before
+
+// Lanes that share the dot product of a row of a head: a power of two.
+constexpr int ROW_LANES = HS / 8 & -(HS / 8);
+
+// D (B,NH,T) = the row sums of dout * out, both (B,T,Q); added (counts) = 0. A thread for each
+// ROW_LANES-th part of a row.
+extern "C" __global__ void __launch_bounds__(256)
+attention_backward_start(float* D, int* added, const element* dout, const element* out, int B,
+                         int T, int counts) {
+    const int64 i = int64(blockIdx.x) * 256 + threadIdx.x;
+    if (i < counts) added[i] = 0;
+    const int64 row = i / ROW_LANES;  // of the B * T * NH
+    const bool exists = row < int64(B) * T * NH;
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < HS / 8 / ROW_LANES; k++) {
+        const int64 at = row * HS + (k * ROW_LANES + i % ROW_LANES) * 8;
+        if (!exists) continue;
+        const Floats x = load(dout + at), y = load(out + at);
+#pragma unroll
+        for (int c = 0; c < PACK; c++) sum += x.x[c] * y.x[c];
+    }
+#pragma unroll
+    for (int distance = ROW_LANES / 2; distance > 0; distance /= 2)
+        sum += __shfl_xor_sync(0xffffffff, sum, distance);
+    if (!exists || i % ROW_LANES > 0) return;
+    const int h = row % NH;
+    const int64 token = row / NH;
+    D[(token / T * NH + h) * T + token % T] = sum;
+}
+
+// -------------------------------------------------------------------------------------------------
+// tiles
+
+// The block's tiles of queries: those of a head from the diagonal on, then those of the next head
+// of the group.
+struct Tiles {
+    int first, of_head, count;
+    Divisor divisor;
+    __device__ Tiles(int first, int T)
+        : first(first), of_head((T - first + QUERIES - 1) / QUERIES), count(GROUP * of_head),
+          divisor(of_head) {}
+    __device__ int member(int i) const { return GROUP == 1 ? 0 : divisor.quotient(i); }
+    __device__ int start(int i) const { return first + QUERIES * (i - member(i) * of_head); }
+};
+
+// Start copying rows [row, row + ROWS) of one head, by COPIERS threads of which this is number
+// `thread`; rows >= T become 0.
+template <int ROWS, int STRIDE, int COPIERS>
+__device__ inline void copy_rows(element* tile, const element* head, int row, int T, int thread) {
+    constexpr int UNITS = HS / PACK;
+    // whether each thread's addresses are the first one plus constants
+    constexpr bool IS_EVEN = COPIERS % UNITS == 0 && ROWS * UNITS % COPIERS == 0;
+    const int r0 = thread / UNITS, c0 = thread % UNITS * PACK;
+    const element* from = head + int64(row) * STRIDE;
+    if (IS_EVEN && row + ROWS <= T) {
+        from += r0 * STRIDE + c0;
+        element* const to = tile_at(tile, r0, c0);
+#pragma unroll
+        for (int k = 0; k < ROWS * UNITS / COPIERS; k++) {
+            const int r = k * (COPIERS / UNITS);
+            copy_async(to + r * TILE_STRIDE, from + r * STRIDE, true);
+        }
+        return;
+    }
+    for (int i = thread; i < ROWS * UNITS; i += COPIERS) {
+        const int r = i / UNITS, c = i % UNITS * PACK;
+        const bool exists = row + r < T;
+        copy_async(tile_at(tile, r, c), exists ? from + r * STRIDE + c : head, exists);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// taking turns
+
+// Wait until `earlier` blocks have added to a tile.
+__device__ inline void await_turn(const int* added, int earlier) {
+    const int64 since = clock64();
+    int count = 0;
+    while (true) {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(added) : "memory");
+        if (count >= earlier) return;
+        if (clock64() - since > GIVE_UP) __trap();
+    }
+}
+
+// Say that `count` blocks have added to a tile; what the block's other warps wrote before they met
+// this one becomes visible with it.
+__device__ inline void announce(int* added, int count) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(added), "r"(count) : "memory");
+}
+
+// -------------------------------------------------------------------------------------------------
+// one tile
+
+// scores (16 keys, STEP) = the warp's keys @ tile^T; the keys, rows of HS, are in shared memory.
+__device__ inline void multiply_keys(FragmentD (&scores)[STEP / 8], const element* keys,
+                                     const element* tile) {
+    const int lane = threadIdx.x % 32;
+    const element* key = tile_at(keys, lane / 8 % 2 * 8 + lane % 8, lane / 16 * 8);
+    const element* query = tile_at(tile, lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8);
+#pragma unroll
+    for (int j = 0; j < STEP / 2; j++) scores[j / 4][j % 4] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < HS / 16; k++) {
+        FragmentA a;
+        load_tiles<0>(a, tile_at(key, 0, 16 * k));
+#pragma unroll
+        for (int n = 0; n < STEP / 8; n += 2) {
+            uint32 b[4];
+            load_tiles<0>(b, tile_at(query, 8 * n, 16 * k));
+            mma(scores[n], a, {b[0], b[1]});
+            mma(scores[n + 1], a, {b[2], b[3]});
+        }
+    }
+}
+
+// Store the warp's rows of dS, rounded; each is a key's.
+template <int N>
+__device__ inline void store_dscores(element* dscores, const FragmentD (&s)[N]) {
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    element* const to = dscores + (16 * warp + g) * DS_STRIDE + 2 * t;
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        *reinterpret_cast<uint32*>(to + 8 * n) = as_pair(s[n][0], s[n][1]);
+        *reinterpret_cast<uint32*>(to + 8 * DS_STRIDE + 8 * n) = as_pair(s[n][2], s[n][3]);
+    }
+}
+
+// dk, dv += the part of STEP queries; dscores = their dS. queries, dout: their rows. lse, D: theirs.
+// start, warp_row: the first query, the warp's first key.
+__device__ inline void add_step(Result (&dk)[1], Result (&dv)[1], element* dscores,
+                                const Rows (&k)[1], const Rows (&v)[1], const element* keys,
+                                const element* queries, const element* dout, const float* lse,
+                                const float* D, int start, int warp_row) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    FragmentD s[1][STEP / 8], dp[1][STEP / 8];  // transposed: keys down, queries across
+    if (RESIDENT_KEYS) {
+        matmul_transposed(s, k, queries);
+    } else {
+        multiply_keys(s[0], keys, queries);
+    }
+#pragma unroll
+    for (int n = 0; n < STEP / 8; n++) {
+        const float2 x = *reinterpret_cast<const float2*>(lse + 8 * n + 2 * t);
+        const float shift[2] = {x.x * LOG2E, x.y * LOG2E};
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            s[0][n][i] = exp2_of(s[0][n][i] * (LOG2E * scale()) - shift[i % 2]);
+    }
+    if (start < warp_row + 16) {  // on the diagonal, some queries come before some keys
+#pragma unroll
+        for (int j = 0; j < STEP / 2; j++) {
+            const int column = start + j / 4 * 8 + 2 * t + j % 2;
+            if (column < warp_row + g + j % 4 / 2 * 8) s[0][j / 4][j % 4] = 0.0f;
+        }
+    }
+    matmul(dv, s, dout);
+    matmul_transposed(dp, v, dout);
+#pragma unroll
+    for (int n = 0; n < STEP / 8; n++) {
+        const float2 x = *reinterpret_cast<const float2*>(D + 8 * n + 2 * t);
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[0][n][i] *= dp[0][n][i] - (i % 2 ? x.y : x.x);
+    }
+    store_dscores(dscores, s[0]);
+    matmul(dk, s, queries);
+}
+
+// *sum += x, without reading it.
+__device__ inline void reduce(float4* sum, const FragmentD& x) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sum), "f"(x[0]),
+                 "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+#else
+#pragma unroll
+    for (int i = 0; i < 4; i++) atomicAdd(reinterpret_cast<float*>(sum) + i, x[i]);
+#endif
+}
+
+// *sum = before + x.
+__device__ inline void add_in_turn(float4* sum, const FragmentD& x, float4 before) {
+    __stcg(sum, float4{before.x + x[0], before.y + x[1], before.z + x[2], before.w + x[3]});
+}
+
+// Add dS^T @ keys to a tile's dquery, of which each lane holds what it does of a Result:
+// (QUERIES / 16, HS / 8, 32 lanes, 4). is_first: nothing has been added yet.
+__device__ inline void add_dquery(float* dquery, const element* dscores, const element* keys,
+                                  bool is_first) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int piece = warp; piece < PIECES; piece += WARPS) {
+        const int row = piece / (HS / COLUMNS), column = piece % (HS / COLUMNS) * COLUMNS;
+        float4* const sums =
+            reinterpret_cast<float4*>(dquery) + (row * (HS / 8) + column / 8) * 32 + lane;
+        float4 before[COLUMNS / 8] = {};
+        if (!ATTENTION_RED && !is_first) {
+#pragma unroll
+            for (int n = 0; n < COLUMNS / 8; n++) before[n] = __ldcg(sums + 32 * n);
+        }
+
+        const element* ds = dscores + (lane / 16 * 8 + lane % 8) * DS_STRIDE + 16 * row
+            + lane / 8 % 2 * 8;
+        const element* key = tile_at(keys, lane / 8 % 2 * 8 + lane % 8, column + lane / 16 * 8);
+        FragmentD d[COLUMNS / 8] = {};
+#pragma unroll
+        for (int k = 0; k < WARPS; k++) {
+            FragmentA a;
+            load_tiles<1>(a, ds + 16 * k * DS_STRIDE);
+#pragma unroll
+            for (int n = 0; n < COLUMNS / 8; n += 2) {
+                uint32 b[4];
+                load_tiles<1>(b, tile_at(key, 16 * k, 8 * n));
+                mma(d[n], a, {b[0], b[1]});
+                mma(d[n + 1], a, {b[2], b[3]});
+            }
+        }
+
+        if (ATTENTION_RED && !is_first) {
+#pragma unroll
+            for (int n = 0; n < COLUMNS / 8; n++) reduce(sums + 32 * n, d[n]);
+        } else {
+#pragma unroll
+            for (int n = 0; n < COLUMNS / 8; n++) add_in_turn(sums + 32 * n, d[n], before[n]);
+        }
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// after
+
+// partials[...] = the column sums of the block's KEYS rows from `row` on, 64 rows each. sums: of
+// each warp's 16 rows. partials: those of the sequence's first rows.
+__device__ inline void store_partials(float* partials, const float (*sums)[HS], int row, int T) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 64; i++) {
+        if (row + 64 * i < T)
+            add_warps(partials + int64(row / 64 + i) * QKV, sums + 4 * i, threadIdx.x, THREADS);
+    }
+}
+
+// dinp's queries of one head = the sums in dquery (T,HS), scaled, normalized and rotated back.
+// sums: two buffers in shared memory. partials: of this head in the sequence's first rows.
+__device__ inline void finish_dquery(element* dinp, float* partials, float (*sums)[WARPS][HS],
+                                     const float* dquery, const element* query,
+                                     const float2* rope, const float* rstd, int T) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int row = 0; row < T; row += KEYS) {
+        const int warp_row = row + 16 * warp, buffer = row / KEYS % 2;
+        Result d = {};
+        if (warp_row < T) {
+            const float4* const from =
+                reinterpret_cast<const float4*>(dquery) + warp_row / 16 * (HS / 8) * 32 + lane;
+#pragma unroll
+            for (int n = 0; n < HS / 8; n++) {
+                const float4 x = __ldcg(from + 32 * n);
+                d[n][0] = x.x;
+                d[n][1] = x.y;
+                d[n][2] = x.z;
+                d[n][3] = x.w;
+            }
+        }
+        if (QK_NORM) norm_back(d, query, rstd, MODEL_QK_SCALE / scale(), warp_row, T);
+        rotate_back(d, rope, warp_row, T);
+        store_gradient(dinp, sums[buffer][warp], partials, d, scale(), warp_row, T);
+        if (!partials) continue;
+        meet_computing();
+        store_partials(partials, sums[buffer], row, T);
+    }
+}
+
+// dinp, of all three, and partials. Block (ALL_THREADS); grid (T / KEYS rounded up, NKV, B), the
+// last keys first.
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, ATTENTION_BACKWARD_BLOCKS)
+attention_backward(element* dinp, float* dquery, int* added, float* partials, const element* dout,
+                   const element* inp, const float* lse, const float* D, const float2* rope,
+                   const float* rstd, int T) {
+    extern __shared__ uint4 shared[];
+    element* const keys = reinterpret_cast<element*>(shared);
+    element* const tiles = keys + KEYS * TILE_STRIDE;  // query, dout, next query, next dout
+    element* const dscores = tiles + 4 * TILE;         // of this tile and of the previous one
+    float* const statistics = reinterpret_cast<float*>(dscores + 2 * DS);  // lse, D; the next ones
+    const int h = blockIdx.y, b = blockIdx.z, warp = threadIdx.x / 32;
+    const int block = gridDim.x - 1 - blockIdx.x, first = block * KEYS;
+    const Tiles walk(first, T);
+    const int count = walk.count;
+    const int head_tiles = (T + QUERIES - 1) / QUERIES;
+    const int first_head = b * NH + h * GROUP;  // of the group, in all sequences
+    // the group's first query head, and from there to its keys and values
+    const element* query = inp + int64(b) * T * QKV + h * GROUP * HS;
+    const element* dhead = dout + int64(b) * T * Q + h * GROUP * HS;
+    const int to_key = Q + (h - h * GROUP) * HS, to_value = to_key + KV;
+    // of tile i: where it is among all heads' tiles, and how many blocks add to it before this one
+    const auto place = [&](int i) {
+        return int64(first_head + walk.member(i)) * head_tiles + walk.start(i) / QUERIES;
+    };
+    const auto earlier = [&](int i) { return walk.start(i) / KEYS - block; };
+
+    const int loader = HAS_LOADER ? threadIdx.x % 32 : threadIdx.x;  // number of a loading thread
+    const auto copy = [&](int i) {
+        if (i < count) {
+            const int start = walk.start(i), member = walk.member(i), stage = i % 2 * 2;
+            element* const tile = tiles + stage * TILE;
+            copy_rows<QUERIES, QKV, LOADERS>(tile, query + member * HS, start, T, loader);
+            copy_rows<QUERIES, Q, LOADERS>(tile + TILE, dhead + member * HS, start, T, loader);
+            const int64 row = int64(first_head + member) * T + start;
+#pragma unroll
+            for (int j = loader; j < QUERIES; j += LOADERS) {  // 0 for rows >= T, like dout
+                const bool exists = start + j < T;
+                const int64 at = exists ? row + j : 0;
+                float* const to = statistics + stage * QUERIES + j;
+                copy_async_float(to, lse + at, exists);
+                copy_async_float(to + QUERIES, D + at, exists);
+            }
+        }
+        copies_commit();
+    };
+    // Iteration i, of count + 2, works on tile i and adds up dquery of tile i - 1. Before: wait for
+    // both to be possible. Then all warps are done with tile i - 1, and have added tile i - 2.
+    const auto begin = [&](int i) {
+        copies_wait<0>();
+        if (loader < 32 && 1 <= i && i <= count && earlier(i - 1) > 0)
+            await_turn(added + place(i - 1), earlier(i - 1));
+        meet();
+        copy(i + 1);
+        if (2 <= i && block > 0 && loader == 0)
+            announce(added + place(i - 2), earlier(i - 2) + 1);
+    };
+    if (HAS_LOADER && warp == WARPS) {
+        copy(0);
+        for (int i = 0; i < count + 2; i++) begin(i);
+        return;
+    }
+
+    const int warp_row = first + 16 * warp;
+    Rows k[1], v[1];
+    Result dk[1] = {}, dv[1] = {};
+    if (!HAS_LOADER) copy(0);
+    copy_rows<KEYS, QKV, THREADS>(keys, query + to_key, first, T, threadIdx.x);
+    copies_commit();
+    if (RESIDENT_KEYS) load_rows(k[0], query + to_key, warp_row, T, QKV);
+    load_rows(v[0], query + to_value, warp_row, T, QKV);
+    copies_wait<0>();
+    for (int i = 0; i < count + 2; i++) {
+        if (HAS_LOADER) {
+            meet();
+        } else {
+            begin(i);
+        }
+        if (1 <= i && i <= count) {
+            add_dquery(dquery + place(i - 1) * (QUERIES * HS), dscores + (i - 1) % 2 * DS, keys,
+                       earlier(i - 1) == 0);
+        }
+        if (i >= count) continue;
+        const element* const tile = tiles + i % 2 * 2 * TILE;
+        const float* const lse_and_D = statistics + i % 2 * 2 * QUERIES;
+#pragma unroll
+        for (int step = 0; step < QUERIES; step += STEP) {
+            const int start = walk.start(i) + step;
+            element* const ds = dscores + i % 2 * DS + step;
+            if (start + STEP <= warp_row) {  // these queries come before all keys of this warp
+                const FragmentD zero[STEP / 8] = {};
+                store_dscores(ds, zero);
+            } else {
+                const element* const queries = tile + step * TILE_STRIDE;
+                add_step(dk, dv, ds, k, v, keys + 16 * warp * TILE_STRIDE, queries, queries + TILE,
+                         lse_and_D + step, lse_and_D + QUERIES + step, start, warp_row);
+            }
+        }
+    }
+
+    float(*const sums)[WARPS][HS] = reinterpret_cast<float(*)[WARPS][HS]>(shared);
+    element* const gradient = dinp + int64(b) * T * QKV;
+    float* const partial = partials ? partials + int64(b) * ((T + 63) / 64) * QKV : nullptr;
+    const int key_column = Q + h * HS;
+    const float* const rstd_of_sequence = rstd + int64(b) * T * (NH + NKV);
+    if (QK_NORM) norm_back(dk[0], query + to_key, rstd_of_sequence + NH + h, 1.0f, warp_row, T);
+    rotate_back(dk[0], rope, warp_row, T);
+    store_gradient(gradient + key_column, sums[0][warp], partials, dk[0], scale(), warp_row, T);
+    store_gradient(gradient + key_column + KV, sums[1][warp], partials, dv[0], 1.0f, warp_row, T);
+    if (partials) {
+        meet_computing();
+        store_partials(partial + key_column, sums[0], first, T);
+        store_partials(partial + key_column + KV, sums[1], first, T);
+        meet_computing();
+    }
+    if (block > 0) return;
+    for (int member = 0; member < GROUP; member++) {
+        const int column = (h * GROUP + member) * HS;
+        const int64 sequence = int64(first_head + member) * head_tiles * (QUERIES * HS);
+        finish_dquery(gradient + column, partials ? partial + column : nullptr, sums,
+                      dquery + sequence, query + member * HS, rope,
+                      rstd_of_sequence + h * GROUP + member, T);
+    }
+}
