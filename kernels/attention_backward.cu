@@ -28,11 +28,12 @@
 #include "attention.cuh"
 
 constexpr int WARPS = ATTENTION_BACKWARD_WARPS, THREADS = WARPS * 32;  // that compute
-// Whether a warp of its own brings tiles: no other warp waits then for what only one has to do.
-// With 9 warps, the registers of a multiprocessor's quarter make 168 for a thread, else 255.
-constexpr bool HAS_LOADER = ATTENTION_LOADERS > 0;
-constexpr int LOADERS = HAS_LOADER ? 32 : THREADS;  // threads
-constexpr int ALL_THREADS = THREADS + 32 * ATTENTION_LOADERS;
+// Warps that help, 3 at most, so that no warp that computes waits for memory: the first one brings
+// tiles, the next one announces, the last one asks for the turn. With more than 8 warps, a
+// multiprocessor's registers make 168 for a thread, else 255: where that is too few, none helps.
+constexpr int HELPERS = ATTENTION_HELPERS;
+constexpr int LOADERS = HELPERS ? 32 : THREADS;  // threads that bring tiles
+constexpr int ALL_THREADS = THREADS + 32 * HELPERS;
 constexpr int KEYS = WARPS * 16;            // of a block
 constexpr int QUERIES = ATTENTION_QUERIES;  // of a tile
 constexpr int STEP = ATTENTION_STEP;        // queries of which a warp has S and dP at a time
@@ -307,27 +308,34 @@ __device__ inline void store_partials(float* partials, const float (*sums)[HS], 
     }
 }
 
-// dinp's queries of one head = the sums in dquery (T,HS), scaled, normalized and rotated back.
-// sums: two buffers in shared memory. partials: of this head in the sequence's first rows.
+// A warp's 16 rows of a head's sums in dquery (T,HS); rows >= T are 0.
+__device__ inline void load_sums(Result& d, const float* dquery, int row, int T) {
+    const float4* const from =
+        reinterpret_cast<const float4*>(dquery) + row / 16 * (HS / 8) * 32 + threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < HS / 8; n++) {
+        const float4 x = row < T ? __ldcg(from + 32 * n) : float4{};
+        d[n][0] = x.x;
+        d[n][1] = x.y;
+        d[n][2] = x.z;
+        d[n][3] = x.w;
+    }
+}
+
+// dinp's queries of one head = the sums in dquery, scaled, normalized and rotated back. sums: two
+// buffers in shared memory. partials: of this head in the sequence's first rows.
 __device__ inline void finish_dquery(element* dinp, float* partials, float (*sums)[WARPS][HS],
                                      const float* dquery, const element* query,
                                      const float2* rope, const float* rstd, int T) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    Result next;
+    load_sums(next, dquery, 16 * warp, T);
     for (int row = 0; row < T; row += KEYS) {
         const int warp_row = row + 16 * warp, buffer = row / KEYS % 2;
-        Result d = {};
-        if (warp_row < T) {
-            const float4* const from =
-                reinterpret_cast<const float4*>(dquery) + warp_row / 16 * (HS / 8) * 32 + lane;
+        Result d;
 #pragma unroll
-            for (int n = 0; n < HS / 8; n++) {
-                const float4 x = __ldcg(from + 32 * n);
-                d[n][0] = x.x;
-                d[n][1] = x.y;
-                d[n][2] = x.z;
-                d[n][3] = x.w;
-            }
-        }
+        for (int j = 0; j < HS / 2; j++) d[j / 4][j % 4] = next[j / 4][j % 4];
+        load_sums(next, dquery, warp_row + KEYS, T);
         if (QK_NORM) norm_back(d, query, rstd, MODEL_QK_SCALE / scale(), warp_row, T);
         rotate_back(d, rope, warp_row, T);
         store_gradient(dinp, sums[buffer][warp], partials, d, scale(), warp_row, T);
@@ -364,7 +372,10 @@ attention_backward(element* dinp, float* dquery, int* added, float* partials, co
     };
     const auto earlier = [&](int i) { return walk.start(i) / KEYS - block; };
 
-    const int loader = HAS_LOADER ? threadIdx.x % 32 : threadIdx.x;  // number of a loading thread
+    const bool is_loader = HELPERS == 0 || warp == WARPS;
+    const int announcer = HELPERS == 0 ? 0 : HELPERS == 1 ? WARPS : WARPS + 1;
+    const int asker = HELPERS == 0 ? 1 : WARPS + HELPERS - 1;
+    const int loader = HELPERS ? threadIdx.x % 32 : threadIdx.x;  // number of a loading thread
     const auto copy = [&](int i) {
         if (i < count) {
             const int start = walk.start(i), member = walk.member(i), stage = i % 2 * 2;
@@ -387,15 +398,15 @@ attention_backward(element* dinp, float* dquery, int* added, float* partials, co
     // both to be possible. Then all warps are done with tile i - 1, and have added tile i - 2.
     const auto begin = [&](int i) {
         copies_wait<0>();
-        if (loader < 32 && 1 <= i && i <= count && earlier(i - 1) > 0)
+        if (warp == asker && 1 <= i && i <= count && earlier(i - 1) > 0)
             await_turn(added + place(i - 1), earlier(i - 1));
         meet();
-        copy(i + 1);
-        if (2 <= i && block > 0 && loader == 0)
+        if (is_loader) copy(i + 1);
+        if (warp == announcer && threadIdx.x % 32 == 0 && 2 <= i && block > 0)
             announce(added + place(i - 2), earlier(i - 2) + 1);
     };
-    if (HAS_LOADER && warp == WARPS) {
-        copy(0);
+    if (warp >= WARPS) {
+        if (is_loader) copy(0);
         for (int i = 0; i < count + 2; i++) begin(i);
         return;
     }
@@ -403,14 +414,14 @@ attention_backward(element* dinp, float* dquery, int* added, float* partials, co
     const int warp_row = first + 16 * warp;
     Rows k[1], v[1];
     Result dk[1] = {}, dv[1] = {};
-    if (!HAS_LOADER) copy(0);
+    if (HELPERS == 0) copy(0);
     copy_rows<KEYS, QKV, THREADS>(keys, query + to_key, first, T, threadIdx.x);
     copies_commit();
     if (RESIDENT_KEYS) load_rows(k[0], query + to_key, warp_row, T, QKV);
     load_rows(v[0], query + to_value, warp_row, T, QKV);
     copies_wait<0>();
     for (int i = 0; i < count + 2; i++) {
-        if (HAS_LOADER) {
+        if (HELPERS) {
             meet();
         } else {
             begin(i);
