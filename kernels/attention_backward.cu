@@ -2,7 +2,7 @@
 //
 //     D = sum over HS of dout * out;  P = exp(S - lse);  dP = dout @ value^T
 //     dS = P * (dP - D) / sqrt(HS)
-//     dquery = dS @ key;  dkey = dS^T @ query;  dvalue = P^T @ dout           dinp =, D =, partials =
+//     dquery = dS @ key;  dkey = dS^T @ query;  dvalue = P^T @ dout         dinp =, D =, partials =
 //
 // Tensors are those of attention.cu. dquery (B,NH,rows,HS) float32 and added (B,NH,rows / QUERIES)
 // are scratch, rows = T rounded up to whole tiles.
@@ -16,14 +16,14 @@
 // for the tile's dquery.
 //
 // Blocks share a tile's dquery, which is added up in `dquery`, in L2, in a fixed order, so that
-// every run has the same bits: first the keys on the diagonal, whose block stores, then those before
-// them, at last the first keys, whose block rotates the sums and stores them as dinp. `added` counts
-// the blocks that have added to a tile; the next one waits for its turn. It rarely does: blocks
-// start in that order, each is done with a tile before the next one comes to it, and the warp that
-// brings tiles also asks for the turn and announces it, an iteration ahead and one behind. No block
-// waits for one with a higher number, and those with lower ones have started: no deadlock.
+// every run has the same bits: first the keys on the diagonal, whose block stores, then those
+// before them, at last the first keys, whose block rotates the sums and stores dinp. `added` counts the blocks that have added to a tile; the next one waits for its turn. It rarely does:
+// blocks start in that order, each is done with a tile before the next one comes to it, and helping
+// warps ask for the turn an iteration ahead, and announce it one behind. No block waits for one
+// with a higher number, and those with lower ones have started: no deadlock.
 //
-// Five matmuls and one exp, where dquery and dkv apart take seven and two. Bound by the tensor cores.
+// Five matmuls and one exp, where dquery and dkv apart take seven and two. Bound by the tensor
+// cores.
 
 #include "attention.cuh"
 
@@ -196,7 +196,7 @@ __device__ inline void store_dscores(element* dscores, const FragmentD (&s)[N]) 
     }
 }
 
-// dk, dv += the part of STEP queries; dscores = their dS. queries, dout: their rows. lse, D: theirs.
+// dk, dv += the part of STEP queries; dscores = their dS. queries, dout, lse, D: theirs.
 // start, warp_row: the first query, the warp's first key.
 __device__ inline void add_step(Result (&dk)[1], Result (&dv)[1], element* dscores,
                                 const Rows (&k)[1], const Rows (&v)[1], const element* keys,
