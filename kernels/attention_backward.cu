@@ -8,8 +8,8 @@
 // are scratch, rows = T rounded up to whole tiles.
 //
 // A block has KEYS keys and values of one head, 16 in each of its WARPS warps: it sums dkey and
-// dvalue in registers. One more warp brings tiles of QUERIES queries and of their dout to shared
-// memory, double-buffered, of one query head of the group after the other, from the diagonal on.
+// dvalue in registers. Tiles of QUERIES queries and of their dout come to shared memory,
+// double-buffered, of one query head of the group after the other, from the diagonal on.
 // For each tile, a warp computes S and dP transposed, keys down and queries across: so P and dS
 // are the A operands of dvalue and dkey as they are (mma.cuh). dS goes to shared memory, too, where
 // all keys of the block meet: one iteration later, each warp multiplies a piece of it by the keys,
@@ -17,10 +17,11 @@
 //
 // Blocks share a tile's dquery, which is added up in `dquery`, in L2, in a fixed order, so that
 // every run has the same bits: first the keys on the diagonal, whose block stores, then those
-// before them, at last the first keys, whose block rotates the sums and stores dinp. `added` counts the blocks that have added to a tile; the next one waits for its turn. It rarely does:
-// blocks start in that order, each is done with a tile before the next one comes to it, and helping
-// warps ask for the turn an iteration ahead, and announce it one behind. No block waits for one
-// with a higher number, and those with lower ones have started: no deadlock.
+// before them, at last the first keys, whose block rotates the sums and stores dinp. `added` counts
+// the blocks that have added to a tile; the next one waits for its turn. It rarely does: blocks
+// start in that order, each is done with a tile before the next one comes to it, and helping warps
+// ask for the turn an iteration ahead, and announce it one behind. No block waits for one with a
+// higher number, and those with lower ones have started: no deadlock.
 //
 // Five matmuls and one exp, where dquery and dkv apart take seven and two. Bound by the tensor
 // cores.
