@@ -344,6 +344,7 @@ __device__ inline void finish_dquery(element* dinp, float* partials, float (*sum
         meet_computing();
         store_partials(partials, sums[buffer], row, T);
     }
+    if (partials) meet_computing();  // before the next head's sums
 }
 
 // dinp, of all three, and partials. Block (ALL_THREADS); grid (T / KEYS rounded up, NKV, B), the
