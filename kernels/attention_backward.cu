@@ -4,40 +4,41 @@
 //     dS = P * (dP - D) / sqrt(HS)
 //     dquery = dS @ key;  dkey = dS^T @ query;  dvalue = P^T @ dout         dinp =, D =, partials =
 //
-// Tensors are those of attention.cu. dquery (B,NH,rows,HS) float32 and added (B,NH,rows / QUERIES)
-// are scratch, rows = T rounded up to whole tiles.
+// Tensors are those of attention.cu. dquery (B,NH,rows,HS) float32 and added (B,NKV,blocks) int32
+// are scratch: rows = T rounded up to whole tiles, blocks = T / KEYS rounded up.
 //
 // A block has KEYS keys and values of one head, 16 in each of its WARPS warps: it sums dkey and
 // dvalue in registers. Tiles of QUERIES queries and of their dout come to shared memory,
-// double-buffered, of one query head of the group after the other, from the diagonal on.
+// double-buffered, of one query head of the group after the other, the last ones first.
 // For each tile, a warp computes S and dP transposed, keys down and queries across: so P and dS
 // are the A operands of dvalue and dkey as they are (mma.cuh). dS goes to shared memory, too, where
 // all keys of the block meet: one iteration later, each warp multiplies a piece of it by the keys,
 // for the tile's dquery.
 //
 // Blocks share a tile's dquery, which is added up in `dquery`, in L2, in a fixed order, so that
-// every run has the same bits: first the keys on the diagonal, whose block stores, then those
-// before them, at last the first keys, whose block rotates the sums and stores dinp. `added` counts
-// the blocks that have added to a tile; the next one waits for its turn. It rarely does: blocks
-// start in that order, each is done with a tile before the next one comes to it, and helping warps
-// ask for the turn an iteration ahead, and announce it one behind. No block waits for one with a
-// higher number, and those with lower ones have started: no deadlock.
+// every run has the same bits: first the first keys, whose block stores, at last the keys on the
+// diagonal, whose block rotates the sums and stores dinp. Tiles go from the last one down to the
+// diagonal: so the block of the next keys, with two tiles less to do, only has to be one tile
+// behind. `added` counts the tiles that a block has added; the block of the next keys waits for its
+// turn. It rarely does: blocks start in that order, the largest ones first, and helping warps ask
+// for the turn an iteration ahead and announce it one behind. No block waits for one with a higher
+// number, and those with lower ones have started: no deadlock.
 //
-// Five matmuls and one exp, where dquery and dkv apart take seven and two. Bound by the tensor
-// cores.
+// Five matmuls and one exp, where dquery and dkv apart take seven and two. Bound by shared memory
+// (88 reads of 512 bytes for 160 matrix instructions) and the tensor cores.
 
 #include "attention.cuh"
 
-constexpr int WARPS = ATTENTION_BACKWARD_WARPS, THREADS = WARPS * 32;  // that compute
-// Warps that help, 3 at most, so that no warp that computes waits for memory: the first one brings
+constexpr int WARPS = 8, THREADS = WARPS * 32;  // that compute
+// Warps that help, 3 or none, so that no warp that computes waits for memory: the first one brings
 // tiles, the next one announces, the last one asks for the turn. With more than 8 warps, a
 // multiprocessor's registers make 168 for a thread, else 255: where that is too few, none helps.
-constexpr int HELPERS = ATTENTION_HELPERS;
+constexpr int HELPERS = ATTENTION_BACKWARD_HELPERS;
 constexpr int LOADERS = HELPERS ? 32 : THREADS;  // threads that bring tiles
-constexpr int ALL_THREADS = THREADS + 32 * HELPERS;
-constexpr int KEYS = WARPS * 16;            // of a block
-constexpr int QUERIES = ATTENTION_QUERIES;  // of a tile
-constexpr int STEP = ATTENTION_STEP;        // queries of which a warp has S and dP at a time
+constexpr int ALL_THREADS = ATTENTION_BACKWARD_THREADS;
+constexpr int KEYS = ATTENTION_BACKWARD_KEYS;        // of a block
+constexpr int QUERIES = ATTENTION_BACKWARD_QUERIES;  // of a tile
+constexpr int STEP = 32;                             // of which a warp has S and dP at a time
 constexpr int TILE = QUERIES * TILE_STRIDE;
 // dS has a row for each key, padded as mma.cuh's tiles are
 constexpr int DS_STRIDE = QUERIES + 8, DS = KEYS * DS_STRIDE;
@@ -46,10 +47,13 @@ constexpr bool RESIDENT_KEYS = HS <= 64;
 // A warp's piece of dquery has 16 rows, and this many columns.
 constexpr int COLUMNS = HS % 32 == 0 ? 32 : 16;
 constexpr int PIECES = QUERIES / 16 * (HS / COLUMNS);
+constexpr int ANNOUNCED = 64 / QUERIES;  // tiles that are announced together, where none helps
 // clock cycles, some seconds, after which a block gives up waiting: an error, not a hang
 constexpr int64 GIVE_UP = int64(1) << 32;
 
 static_assert(BFLOAT16, "float32's gradient is in attention.cu");
+static_assert(KEYS == WARPS * 16, "a warp has 16 keys");
+static_assert(ALL_THREADS == THREADS + 32 * HELPERS, "warps that compute, and those that help");
 static_assert(KEYS % QUERIES == 0, "a block starts at a whole tile");
 static_assert(QUERIES % STEP == 0, "a tile has whole steps");
 static_assert(KEYS % 64 == 0, "a row of partials has 64 rows");
@@ -102,8 +106,8 @@ attention_backward_start(float* D, int* added, const element* dout, const elemen
 // -------------------------------------------------------------------------------------------------
 // tiles
 
-// The block's tiles of queries: those of a head from the diagonal on, then those of the next head
-// of the group.
+// The block's tiles of queries: those of a head from the last one down to the diagonal, then those
+// of the next head of the group.
 struct Tiles {
     int first, of_head, count;
     Divisor divisor;
@@ -111,7 +115,9 @@ struct Tiles {
         : first(first), of_head((T - first + QUERIES - 1) / QUERIES), count(GROUP * of_head),
           divisor(of_head) {}
     __device__ int member(int i) const { return GROUP == 1 ? 0 : divisor.quotient(i); }
-    __device__ int start(int i) const { return first + QUERIES * (i - member(i) * of_head); }
+    __device__ int start(int i) const {
+        return first + QUERIES * ((member(i) + 1) * of_head - 1 - i);
+    }
 };
 
 // Start copying rows [row, row + ROWS) of one head, by COPIERS threads of which this is number
@@ -143,21 +149,21 @@ __device__ inline void copy_rows(element* tile, const element* head, int row, in
 // -------------------------------------------------------------------------------------------------
 // taking turns
 
-// Wait until `earlier` blocks have added to a tile.
-__device__ inline void await_turn(const int* added, int earlier) {
+// Wait until a block has added `tiles` of its tiles; returns how many it has.
+__device__ inline int await_turn(const int* added, int tiles) {
     const int64 since = clock64();
     int count = 0;
     while (true) {
         asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(added) : "memory");
-        if (count >= earlier) return;
+        if (count >= tiles) return count;
         if (clock64() - since > GIVE_UP) __trap();
     }
 }
 
-// Say that `count` blocks have added to a tile; what the block's other warps wrote before they met
+// Say that the block has added `tiles` of its tiles; what its other warps wrote before they met
 // this one becomes visible with it.
-__device__ inline void announce(int* added, int count) {
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(added), "r"(count) : "memory");
+__device__ inline void announce(int* added, int tiles) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(added), "r"(tiles) : "memory");
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -264,7 +270,7 @@ __device__ inline void add_dquery(float* dquery, const element* dscores, const e
         float4* const sums =
             reinterpret_cast<float4*>(dquery) + (row * (HS / 8) + column / 8) * 32 + lane;
         float4 before[COLUMNS / 8] = {};
-        if (!ATTENTION_RED && !is_first) {
+        if (!ATTENTION_BACKWARD_RED && !is_first) {
 #pragma unroll
             for (int n = 0; n < COLUMNS / 8; n++) before[n] = __ldcg(sums + 32 * n);
         }
@@ -286,7 +292,7 @@ __device__ inline void add_dquery(float* dquery, const element* dscores, const e
             }
         }
 
-        if (ATTENTION_RED && !is_first) {
+        if (ATTENTION_BACKWARD_RED && !is_first) {
 #pragma unroll
             for (int n = 0; n < COLUMNS / 8; n++) reduce(sums + 32 * n, d[n]);
         } else {
@@ -323,43 +329,34 @@ __device__ inline void load_sums(Result& d, const float* dquery, int row, int T)
     }
 }
 
-// dinp's queries of one head = the sums in dquery, scaled, normalized and rotated back. sums: two
-// buffers in shared memory. partials: of this head in the sequence's first rows.
-__device__ inline void finish_dquery(element* dinp, float* partials, float (*sums)[WARPS][HS],
-                                     const float* dquery, const element* query,
-                                     const float2* rope, const float* rstd, int T) {
-    const int warp = threadIdx.x / 32;
-    Result next;
-    load_sums(next, dquery, 16 * warp, T);
-    for (int row = 0; row < T; row += KEYS) {
-        const int warp_row = row + 16 * warp, buffer = row / KEYS % 2;
-        Result d;
-#pragma unroll
-        for (int j = 0; j < HS / 2; j++) d[j / 4][j % 4] = next[j / 4][j % 4];
-        load_sums(next, dquery, warp_row + KEYS, T);
-        if (QK_NORM) norm_back(d, query, rstd, MODEL_QK_SCALE / scale(), warp_row, T);
-        rotate_back(d, rope, warp_row, T);
-        store_gradient(dinp, sums[buffer][warp], partials, d, scale(), warp_row, T);
-        if (!partials) continue;
-        meet_computing();
-        store_partials(partials, sums[buffer], row, T);
+// A block's keys and head: those of `together` heads run at the same time, the first keys first,
+// as they have the most queries.
+struct Place {
+    int block, h, b;
+    __device__ Place(int blocks, int heads, int together) {
+        const int before = blockIdx.x / (blocks * together) * together;  // heads
+        const int n = blockIdx.x - before * blocks, width = min(together, heads - before);
+        const int head = before + n % width;
+        block = n / width;
+        h = head % NKV;
+        b = head / NKV;
     }
-    if (partials) meet_computing();  // before the next head's sums
-}
+};
 
-// dinp, of all three, and partials. Block (ALL_THREADS); grid (T / KEYS rounded up, NKV, B), the
-// last keys first.
-extern "C" __global__ void __launch_bounds__(ALL_THREADS, ATTENTION_BACKWARD_BLOCKS)
+// dinp, of all three, and partials. Block (ALL_THREADS); grid (T / KEYS rounded up * NKV * B).
+// together: heads of keys whose blocks run at the same time.
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
 attention_backward(element* dinp, float* dquery, int* added, float* partials, const element* dout,
                    const element* inp, const float* lse, const float* D, const float2* rope,
-                   const float* rstd, int T) {
+                   const float* rstd, int B, int T, int together) {
     extern __shared__ uint4 shared[];
     element* const keys = reinterpret_cast<element*>(shared);
     element* const tiles = keys + KEYS * TILE_STRIDE;  // query, dout, next query, next dout
     element* const dscores = tiles + 4 * TILE;         // of this tile and of the previous one
     float* const statistics = reinterpret_cast<float*>(dscores + 2 * DS);  // lse, D; the next ones
-    const int h = blockIdx.y, b = blockIdx.z, warp = threadIdx.x / 32;
-    const int block = gridDim.x - 1 - blockIdx.x, first = block * KEYS;
+    const int warp = threadIdx.x / 32, blocks = (T + KEYS - 1) / KEYS;
+    const Place here(blocks, B * NKV, together);
+    const int h = here.h, b = here.b, block = here.block, first = block * KEYS;
     const Tiles walk(first, T);
     const int count = walk.count;
     const int head_tiles = (T + QUERIES - 1) / QUERIES;
@@ -368,15 +365,14 @@ attention_backward(element* dinp, float* dquery, int* added, float* partials, co
     const element* query = inp + int64(b) * T * QKV + h * GROUP * HS;
     const element* dhead = dout + int64(b) * T * Q + h * GROUP * HS;
     const int to_key = Q + (h - h * GROUP) * HS, to_value = to_key + KV;
-    // of tile i: where it is among all heads' tiles, and how many blocks add to it before this one
+    // where tile i is among those of all heads
     const auto place = [&](int i) {
         return int64(first_head + walk.member(i)) * head_tiles + walk.start(i) / QUERIES;
     };
-    const auto earlier = [&](int i) { return walk.start(i) / KEYS - block; };
+    int* const added_here = added + (b * NKV + h) * blocks + block;
 
     const bool is_loader = HELPERS == 0 || warp == WARPS;
-    const int announcer = HELPERS == 0 ? 0 : HELPERS == 1 ? WARPS : WARPS + 1;
-    const int asker = HELPERS == 0 ? 1 : WARPS + HELPERS - 1;
+    const int announcer = HELPERS ? WARPS + 1 : 0, asker = HELPERS ? WARPS + 2 : 1;
     const int loader = HELPERS ? threadIdx.x % 32 : threadIdx.x;  // number of a loading thread
     const auto copy = [&](int i) {
         if (i < count) {
@@ -398,14 +394,18 @@ attention_backward(element* dinp, float* dquery, int* added, float* partials, co
     };
     // Iteration i, of count + 2, works on tile i and adds up dquery of tile i - 1. Before: wait for
     // both to be possible. Then all warps are done with tile i - 1, and have added tile i - 2.
+    int seen = 0;  // tiles that the block of the keys before has added, of those it has more
     const auto begin = [&](int i) {
         copies_wait<0>();
-        if (warp == asker && 1 <= i && i <= count && earlier(i - 1) > 0)
-            await_turn(added + place(i - 1), earlier(i - 1));
+        if (warp == asker && block > 0 && 1 <= i && i <= count) {
+            const int tiles = i + walk.member(i - 1) * (KEYS / QUERIES);
+            if (seen < tiles) seen = await_turn(added_here - 1, tiles);
+        }
         meet();
         if (is_loader) copy(i + 1);
-        if (warp == announcer && threadIdx.x % 32 == 0 && 2 <= i && block > 0)
-            announce(added + place(i - 2), earlier(i - 2) + 1);
+        const bool is_announced = HELPERS || i % ANNOUNCED == 0 || i == count + 1;
+        if (warp == announcer && threadIdx.x % 32 == 0 && i >= 2 && is_announced)
+            announce(added_here, i - 1);
     };
     if (warp >= WARPS) {
         if (is_loader) copy(0);
@@ -430,7 +430,7 @@ attention_backward(element* dinp, float* dquery, int* added, float* partials, co
         }
         if (1 <= i && i <= count) {
             add_dquery(dquery + place(i - 1) * (QUERIES * HS), dscores + (i - 1) % 2 * DS, keys,
-                       earlier(i - 1) == 0);
+                       block == 0);
         }
         if (i >= count) continue;
         const element* const tile = tiles + i % 2 * 2 * TILE;
@@ -450,11 +450,18 @@ attention_backward(element* dinp, float* dquery, int* added, float* partials, co
         }
     }
 
+    // dinp's keys and values, then its queries whose sums this block completed
     float(*const sums)[WARPS][HS] = reinterpret_cast<float(*)[WARPS][HS]>(shared);
     element* const gradient = dinp + int64(b) * T * QKV;
     float* const partial = partials ? partials + int64(b) * ((T + 63) / 64) * QKV : nullptr;
-    const int key_column = Q + h * HS;
     const float* const rstd_of_sequence = rstd + int64(b) * T * (NH + NKV);
+    Result dq;
+    const auto load_dquery = [&](int member) {
+        const int64 head = int64(first_head + member) * head_tiles * (QUERIES * HS);
+        load_sums(dq, dquery + head, warp_row, T);
+    };
+    load_dquery(0);
+    const int key_column = Q + h * HS;
     if (QK_NORM) norm_back(dk[0], query + to_key, rstd_of_sequence + NH + h, 1.0f, warp_row, T);
     rotate_back(dk[0], rope, warp_row, T);
     store_gradient(gradient + key_column, sums[0][warp], partials, dk[0], scale(), warp_row, T);
@@ -463,14 +470,19 @@ attention_backward(element* dinp, float* dquery, int* added, float* partials, co
         meet_computing();
         store_partials(partial + key_column, sums[0], first, T);
         store_partials(partial + key_column + KV, sums[1], first, T);
-        meet_computing();
     }
-    if (block > 0) return;
     for (int member = 0; member < GROUP; member++) {
-        const int column = (h * GROUP + member) * HS;
-        const int64 sequence = int64(first_head + member) * head_tiles * (QUERIES * HS);
-        finish_dquery(gradient + column, partials ? partial + column : nullptr, sums,
-                      dquery + sequence, query + member * HS, rope,
-                      rstd_of_sequence + h * GROUP + member, T);
+        const int head = h * GROUP + member, column = head * HS;
+        if (QK_NORM)
+            norm_back(dq, query + member * HS, rstd_of_sequence + head, MODEL_QK_SCALE / scale(),
+                      warp_row, T);
+        rotate_back(dq, rope, warp_row, T);
+        float(*const sums_of_head)[HS] = sums[2 + member % 2];
+        store_gradient(gradient + column, sums_of_head[warp], partials, dq, scale(), warp_row, T);
+        if (partials) {
+            meet_computing();
+            store_partials(partial + column, sums_of_head, first, T);
+        }
+        if (member + 1 < GROUP) load_dquery(member + 1);
     }
 }

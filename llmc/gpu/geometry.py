@@ -54,9 +54,10 @@ KERNELS = {
     "rmsnorm": kernels("residual_rmsnorm_forward", rmsnorm_backward="LAYERNORM_SHARED"),
     "rope": kernels("rope_forward"),
     "qknorm": kernels("qknorm_forward"),
-    "attention": kernels(attention_forward="ATTENTION_FORWARD_SHARED",
-                         attention_backward_dquery="ATTENTION_DQUERY_SHARED",
-                         attention_backward_dkv="ATTENTION_DKV_SHARED"),
+    "attention": kernels(attention_forward="ATTENTION_FORWARD_SHARED"),
+    # in bfloat16, but for Hopper's attention
+    "attention_backward": kernels("attention_backward_start",
+                                  attention_backward="ATTENTION_BACKWARD_SHARED"),
     "gelu": kernels("gelu_forward", "gelu_backward"),
     "swiglu": kernels("swiglu_forward", "swiglu_backward"),
     "hopper/matmul": kernels(matmul_forward="MATMUL_SHARED",
@@ -91,6 +92,9 @@ KERNELS = {
                       "adamw_update", "round_weights"),
     "muon": kernels("muon_momentum", "muon_squares", "muon_normalize", "muon_update"),
 }
+# of attention.cu in float32 and of hopper/attention.cu, instead of attention_backward.cu
+ATTENTION_TWO_PASSES = kernels(attention_backward_dquery="ATTENTION_DQUERY_SHARED",
+                               attention_backward_dkv="ATTENTION_DKV_SHARED")
 # of hopper/attention.cu and hopper/matmul_fp8.cu, beside the others
 ATTENTION_FP8 = kernels(attention_backward_dquery_fp8="ATTENTION_DQUERY_SHARED",
                         attention_backward_dkv_fp8="ATTENTION_DKV_SHARED")
@@ -136,6 +140,9 @@ def kernel_files(architecture, config, precision, arch, matmul="auto"):
     layers = [layer for layer in architecture.LAYERS if has_matmuls or layer in KERNELS]
     if precision.fp8:
         layers += ["fp8", "norm_fp8", "matmul_fp8"]
+    one_pass = geometry["attention"]["ATTENTION_BACKWARD_KEYS"] > 0
+    if "attention" in layers and one_pass:
+        layers.append("attention_backward")
     if architecture.HAS.capped and geometry["classifier_capped"]["CAPPED_CLUSTER"]:
         layers = [layer for layer in layers if layer not in ("classifier", "logits_bias")]
         layers.append("classifier_capped")
@@ -145,6 +152,8 @@ def kernel_files(architecture, config, precision, arch, matmul="auto"):
     for layer in layers:
         name = layer if layer in KERNELS else f"hopper/{layer}"
         shared = KERNELS[name]
+        if layer == "attention" and not one_pass:
+            shared = shared | ATTENTION_TWO_PASSES
         if layer == "attention" and hopper_attention(config, precision, arch):
             name = "hopper/attention"
             if precision.fp8:
@@ -187,13 +196,15 @@ def layer_geometry(config, precision, arch):
     norm_rows = 32 if C <= 3072 else 16
     # columns of a tile of dweight, whose inner dimension is long; 192 does not divide C=1600
     long_columns = 160 if C % 192 and C % 160 == 0 else 192
+    attention = attention_geometry(config, precision, arch)
     span = WARP * (32 if precision.bf16 else 16)  # channels of a warp
     return {
         "encoder": {"ENCODER_THREADS": 256, "ENCODER_SPANS": blocks(C, span)},
         "layernorm": norm,
         "rmsnorm": norm,
         "norm_fp8": norm | {"NORM_TILE_ROWS": norm_rows, "NORM_SHARED": norm_rows * C + 128},
-        "attention": attention_geometry(config, precision, arch),
+        "attention": attention,
+        "attention_backward": attention,
         "matmul": matmul,
         "matmul_swiglu": matmul,
         "matmul_fp8": matmul | {"MATMUL_FP8_LONG_BN": long_columns},
@@ -230,7 +241,8 @@ def layernorm_geometry(config, precision, arch):
 
 def attention_geometry(config, precision, arch):
     """FORWARD_ROWS, BACKWARD_ROWS: resident rows of a block. PASSING: rows of the tiles that stream
-    by. SHARED: bytes of a block's tiles, and of what it keeps beside them."""
+    by. SHARED: bytes of a block's tiles, and of what it keeps beside them. BACKWARD_KEYS: those of
+    a block of attention_backward.cu, 0 where the gradient takes two passes."""
     HS = config.HS
     if hopper_attention(config, precision, arch):
         return attention_hopper_geometry(HS) | {"ATTENTION_FP8": int(precision.fp8)}
@@ -240,20 +252,42 @@ def attention_geometry(config, precision, arch):
     padded = HS + 8 if precision.bf16 else blocks(HS, 32) * 32
     row = 4 * padded * (2 if precision.bf16 else 4)  # bytes for two pairs of tiles
     passing = 64 if precision.bf16 or is_small and arch != "sm_75" else 32  # sm_75 has 64 KB
-    dkv_passing = 32 if precision.bf16 and not is_small else passing
     # whether registers allow two tiles of 16 rows for each warp
     two_tiles = is_small and (precision.bf16 or precision.tf32)
-    return {
+    numbers = {
         "ATTENTION_THREADS": 128,
         "ATTENTION_READ_ROWS": 0,  # no TMA
         "ATTENTION_FP8": 0,
         "ATTENTION_FORWARD_ROWS": 128 if two_tiles else 64,
-        "ATTENTION_BACKWARD_ROWS": ATTENTION_ROWS,
         "ATTENTION_PASSING": passing,
-        "ATTENTION_DKV_PASSING": dkv_passing,
         "ATTENTION_FORWARD_SHARED": passing * row,
+    }
+    if precision.bf16:
+        return numbers | attention_one_pass_geometry(HS, arch)
+    return numbers | {
+        "ATTENTION_BACKWARD_KEYS": 0,
+        "ATTENTION_BACKWARD_ROWS": ATTENTION_ROWS,
         "ATTENTION_DQUERY_SHARED": passing * row,
-        "ATTENTION_DKV_SHARED": dkv_passing * (row + 4 * 4),  # and lse and D, double-buffered
+        "ATTENTION_DKV_SHARED": passing * (row + 4 * 4),  # and lse and D, double-buffered
+    }
+
+
+def attention_one_pass_geometry(HS, arch):
+    """KEYS of a block, QUERIES of a tile; HELPERS: warps that do not compute. RED: the GPU adds 16
+    bytes at once to what is in L2."""
+    keys = 128
+    queries = 64 if HS <= 64 else 32
+    helpers = 3 if HS <= 64 else 0
+    # of bfloat16: keys, two pairs of tiles, two tiles of dS, all padded
+    elements = (keys + 4 * queries) * (HS + 8) + 2 * keys * (queries + 8)
+    return {
+        "ATTENTION_BACKWARD_KEYS": keys,
+        "ATTENTION_BACKWARD_QUERIES": queries,
+        "ATTENTION_BACKWARD_HELPERS": helpers,
+        "ATTENTION_BACKWARD_THREADS": 2 * keys + WARP * helpers,
+        "ATTENTION_BACKWARD_RED": int(capability(arch) >= 90),
+        # and lse and D, double-buffered
+        "ATTENTION_BACKWARD_SHARED": 2 * elements + 4 * 4 * queries,
     }
 
 
@@ -276,6 +310,7 @@ def attention_hopper_geometry(HS):
         "ATTENTION_GROUPS": groups,
         "ATTENTION_THREADS": (1 + groups) * WARPGROUP,
         "ATTENTION_FORWARD_ROWS": rows,
+        "ATTENTION_BACKWARD_KEYS": 0,
         "ATTENTION_BACKWARD_ROWS": rows,
         "ATTENTION_READ_ROWS": read_rows,
         "ATTENTION_WRITE_ROWS": 16,
