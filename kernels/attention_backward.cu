@@ -29,33 +29,35 @@
 
 #include "attention.cuh"
 
-constexpr int WARPS = 8, THREADS = WARPS * 32;  // that compute
+constexpr int KEYS = ATTENTION_BACKWARD_KEYS;        // of a block
+constexpr int QUERIES = ATTENTION_BACKWARD_QUERIES;  // of a tile
+constexpr int M = ATTENTION_BACKWARD_M;              // a warp has 16 * M keys
+constexpr int STEP = 32 / M;                         // queries of which it has S and dP at a time
+constexpr int WARPS = KEYS / (16 * M), THREADS = WARPS * 32;  // that compute
 // Warps that help, 3 or none, so that no warp that computes waits for memory: the first one brings
 // tiles, the next one announces, the last one asks for the turn. With more than 8 warps, a
 // multiprocessor's registers make 168 for a thread, else 255: where that is too few, none helps.
 constexpr int HELPERS = ATTENTION_BACKWARD_HELPERS;
 constexpr int LOADERS = HELPERS ? 32 : THREADS;  // threads that bring tiles
 constexpr int ALL_THREADS = ATTENTION_BACKWARD_THREADS;
-constexpr int KEYS = ATTENTION_BACKWARD_KEYS;        // of a block
-constexpr int QUERIES = ATTENTION_BACKWARD_QUERIES;  // of a tile
-constexpr int STEP = 32;                             // of which a warp has S and dP at a time
 constexpr int TILE = QUERIES * TILE_STRIDE;
 // dS has a row for each key, padded as mma.cuh's tiles are
 constexpr int DS_STRIDE = QUERIES + 8, DS = KEYS * DS_STRIDE;
 // whether registers have room for the keys; else they are read from shared memory
-constexpr bool RESIDENT_KEYS = HS <= 64;
-// A warp's piece of dquery has 16 rows, and this many columns.
-constexpr int COLUMNS = HS % 32 == 0 ? 32 : 16;
-constexpr int PIECES = QUERIES / 16 * (HS / COLUMNS);
+constexpr bool RESIDENT_KEYS = ATTENTION_BACKWARD_RESIDENT;
+constexpr int UNROLL = ATTENTION_BACKWARD_UNROLL;
+// A warp's piece of dquery has 16 * M rows, and this many columns.
+constexpr bool IS_WIDE = HS % 32 == 0 && QUERIES / (16 * M) * (HS / 32) >= WARPS;
+constexpr int COLUMNS = IS_WIDE ? 32 : 16;
+constexpr int PIECES = QUERIES / (16 * M) * (HS / COLUMNS);
 constexpr int ANNOUNCED = 64 / QUERIES;  // tiles that are announced together, where none helps
 // clock cycles, some seconds, after which a block gives up waiting: an error, not a hang
 constexpr int64 GIVE_UP = int64(1) << 32;
 
 static_assert(BFLOAT16, "float32's gradient is in attention.cu");
-static_assert(KEYS == WARPS * 16, "a warp has 16 keys");
 static_assert(ALL_THREADS == THREADS + 32 * HELPERS, "warps that compute, and those that help");
 static_assert(KEYS % QUERIES == 0, "a block starts at a whole tile");
-static_assert(QUERIES % STEP == 0, "a tile has whole steps");
+static_assert(QUERIES % STEP == 0 && QUERIES % (16 * M) == 0, "a tile has whole steps, pieces");
 static_assert(KEYS % 64 == 0, "a row of partials has 64 rows");
 static_assert(ATTENTION_BACKWARD_SHARED
                   == 2 * (KEYS * TILE_STRIDE + 4 * TILE + 2 * DS) + 4 * 4 * QUERIES,
@@ -169,66 +171,78 @@ __device__ inline void announce(int* added, int tiles) {
 // -------------------------------------------------------------------------------------------------
 // one tile
 
-// scores (16 keys, STEP) = the warp's keys @ tile^T; the keys, rows of HS, are in shared memory.
-__device__ inline void multiply_keys(FragmentD (&scores)[STEP / 8], const element* keys,
+// scores (16 M keys, STEP) = the warp's keys @ tile^T; the keys, rows of HS, are in shared memory.
+__device__ inline void multiply_keys(FragmentD (&scores)[M][STEP / 8], const element* keys,
                                      const element* tile) {
     const int lane = threadIdx.x % 32;
     const element* key = tile_at(keys, lane / 8 % 2 * 8 + lane % 8, lane / 16 * 8);
     const element* query = tile_at(tile, lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8);
 #pragma unroll
-    for (int j = 0; j < STEP / 2; j++) scores[j / 4][j % 4] = 0.0f;
+    for (int j = 0; j < M * STEP / 2; j++) scores[j / (STEP / 2)][j / 4 % (STEP / 8)][j % 4] = 0.0f;
 #pragma unroll
     for (int k = 0; k < HS / 16; k++) {
-        FragmentA a;
-        load_tiles<0>(a, tile_at(key, 0, 16 * k));
+        FragmentA a[M];
+#pragma unroll
+        for (int m = 0; m < M; m++) load_tiles<0>(a[m], tile_at(key, 16 * m, 16 * k));
 #pragma unroll
         for (int n = 0; n < STEP / 8; n += 2) {
             uint32 b[4];
             load_tiles<0>(b, tile_at(query, 8 * n, 16 * k));
-            mma(scores[n], a, {b[0], b[1]});
-            mma(scores[n + 1], a, {b[2], b[3]});
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                mma(scores[m][n], a[m], {b[0], b[1]});
+                mma(scores[m][n + 1], a[m], {b[2], b[3]});
+            }
         }
     }
 }
 
 // Store the warp's rows of dS, rounded; each is a key's.
-template <int N>
-__device__ inline void store_dscores(element* dscores, const FragmentD (&s)[N]) {
+__device__ inline void store_dscores(element* dscores, const FragmentD (&s)[M][STEP / 8]) {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    element* const to = dscores + (16 * warp + g) * DS_STRIDE + 2 * t;
+    element* const to = dscores + (16 * M * warp + g) * DS_STRIDE + 2 * t;
 #pragma unroll
-    for (int n = 0; n < N; n++) {
-        *reinterpret_cast<uint32*>(to + 8 * n) = as_pair(s[n][0], s[n][1]);
-        *reinterpret_cast<uint32*>(to + 8 * DS_STRIDE + 8 * n) = as_pair(s[n][2], s[n][3]);
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int n = 0; n < STEP / 8; n++) {
+            element* const pair = to + 16 * m * DS_STRIDE + 8 * n;
+            *reinterpret_cast<uint32*>(pair) = as_pair(s[m][n][0], s[m][n][1]);
+            *reinterpret_cast<uint32*>(pair + 8 * DS_STRIDE) = as_pair(s[m][n][2], s[m][n][3]);
+        }
     }
 }
 
 // dk, dv += the part of STEP queries; dscores = their dS. queries, dout, lse, D: theirs.
 // start, warp_row: the first query, the warp's first key.
-__device__ inline void add_step(Result (&dk)[1], Result (&dv)[1], element* dscores,
-                                const Rows (&k)[1], const Rows (&v)[1], const element* keys,
+__device__ inline void add_step(Result (&dk)[M], Result (&dv)[M], element* dscores,
+                                const Rows (&k)[M], const Rows (&v)[M], const element* keys,
                                 const element* queries, const element* dout, const float* lse,
                                 const float* D, int start, int warp_row) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    FragmentD s[1][STEP / 8], dp[1][STEP / 8];  // transposed: keys down, queries across
+    FragmentD s[M][STEP / 8], dp[M][STEP / 8];  // transposed: keys down, queries across
     if (RESIDENT_KEYS) {
         matmul_transposed(s, k, queries);
     } else {
-        multiply_keys(s[0], keys, queries);
+        multiply_keys(s, keys, queries);
     }
 #pragma unroll
     for (int n = 0; n < STEP / 8; n++) {
         const float2 x = *reinterpret_cast<const float2*>(lse + 8 * n + 2 * t);
         const float shift[2] = {x.x * LOG2E, x.y * LOG2E};
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            s[0][n][i] = exp2_of(s[0][n][i] * (LOG2E * scale()) - shift[i % 2]);
+        for (int j = 0; j < 4 * M; j++) {
+            float& p = s[j / 4][n][j % 4];
+            p = exp2_of(p * (LOG2E * scale()) - shift[j % 2]);
+        }
     }
-    if (start < warp_row + 16) {  // on the diagonal, some queries come before some keys
+    if (start < warp_row + 16 * M) {  // on the diagonal, some queries come before some keys
 #pragma unroll
-        for (int j = 0; j < STEP / 2; j++) {
-            const int column = start + j / 4 * 8 + 2 * t + j % 2;
-            if (column < warp_row + g + j % 4 / 2 * 8) s[0][j / 4][j % 4] = 0.0f;
+        for (int n = 0; n < STEP / 8; n++) {
+#pragma unroll
+            for (int j = 0; j < 4 * M; j++) {
+                const int column = start + 8 * n + 2 * t + j % 2;
+                if (column < warp_row + g + j / 2 * 8) s[j / 4][n][j % 4] = 0.0f;
+            }
         }
     }
     matmul(dv, s, dout);
@@ -237,9 +251,10 @@ __device__ inline void add_step(Result (&dk)[1], Result (&dv)[1], element* dscor
     for (int n = 0; n < STEP / 8; n++) {
         const float2 x = *reinterpret_cast<const float2*>(D + 8 * n + 2 * t);
 #pragma unroll
-        for (int i = 0; i < 4; i++) s[0][n][i] *= dp[0][n][i] - (i % 2 ? x.y : x.x);
+        for (int j = 0; j < 4 * M; j++)
+            s[j / 4][n][j % 4] *= dp[j / 4][n][j % 4] - (j % 2 ? x.y : x.x);
     }
-    store_dscores(dscores, s[0]);
+    store_dscores(dscores, s);
     matmul(dk, s, queries);
 }
 
@@ -263,41 +278,50 @@ __device__ inline void add_in_turn(float4* sum, const FragmentD& x, float4 befor
 // (QUERIES / 16, HS / 8, 32 lanes, 4). is_first: nothing has been added yet.
 __device__ inline void add_dquery(float* dquery, const element* dscores, const element* keys,
                                   bool is_first) {
+    constexpr int N = COLUMNS / 8;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int piece = warp; piece < PIECES; piece += WARPS) {
-        const int row = piece / (HS / COLUMNS), column = piece % (HS / COLUMNS) * COLUMNS;
+        const int row = piece / (HS / COLUMNS) * M, column = piece % (HS / COLUMNS) * COLUMNS;
         float4* const sums =
             reinterpret_cast<float4*>(dquery) + (row * (HS / 8) + column / 8) * 32 + lane;
-        float4 before[COLUMNS / 8] = {};
+        float4 before[M][N] = {};
         if (!ATTENTION_BACKWARD_RED && !is_first) {
 #pragma unroll
-            for (int n = 0; n < COLUMNS / 8; n++) before[n] = __ldcg(sums + 32 * n);
+            for (int j = 0; j < M * N; j++)
+                before[j / N][j % N] = __ldcg(sums + (j / N * (HS / 8) + j % N) * 32);
         }
 
         const element* ds = dscores + (lane / 16 * 8 + lane % 8) * DS_STRIDE + 16 * row
             + lane / 8 % 2 * 8;
         const element* key = tile_at(keys, lane / 8 % 2 * 8 + lane % 8, column + lane / 16 * 8);
-        FragmentD d[COLUMNS / 8] = {};
+        FragmentD d[M][N] = {};
 #pragma unroll
-        for (int k = 0; k < WARPS; k++) {
-            FragmentA a;
-            load_tiles<1>(a, ds + 16 * k * DS_STRIDE);
+        for (int k = 0; k < KEYS / 16; k++) {
+            FragmentA a[M];
 #pragma unroll
-            for (int n = 0; n < COLUMNS / 8; n += 2) {
+            for (int m = 0; m < M; m++) load_tiles<1>(a[m], ds + 16 * k * DS_STRIDE + 16 * m);
+#pragma unroll
+            for (int n = 0; n < N; n += 2) {
                 uint32 b[4];
                 load_tiles<1>(b, tile_at(key, 16 * k, 8 * n));
-                mma(d[n], a, {b[0], b[1]});
-                mma(d[n + 1], a, {b[2], b[3]});
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    mma(d[m][n], a[m], {b[0], b[1]});
+                    mma(d[m][n + 1], a[m], {b[2], b[3]});
+                }
             }
         }
 
-        if (ATTENTION_BACKWARD_RED && !is_first) {
 #pragma unroll
-            for (int n = 0; n < COLUMNS / 8; n++) reduce(sums + 32 * n, d[n]);
-        } else {
-#pragma unroll
-            for (int n = 0; n < COLUMNS / 8; n++) add_in_turn(sums + 32 * n, d[n], before[n]);
+        for (int j = 0; j < M * N; j++) {
+            float4* const sum = sums + (j / N * (HS / 8) + j % N) * 32;
+            const FragmentD& x = d[j / N][j % N];
+            if (ATTENTION_BACKWARD_RED && !is_first) {
+                reduce(sum, x);
+            } else {
+                add_in_turn(sum, x, before[j / N][j % N]);
+            }
         }
     }
 }
@@ -345,7 +369,7 @@ struct Place {
 
 // dinp, of all three, and partials. Block (ALL_THREADS); grid (T / KEYS rounded up * NKV * B).
 // together: heads of keys whose blocks run at the same time.
-extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, M)
 attention_backward(element* dinp, float* dquery, int* added, float* partials, const element* dout,
                    const element* inp, const float* lse, const float* D, const float2* rope,
                    const float* rstd, int B, int T, int together) {
@@ -413,14 +437,18 @@ attention_backward(element* dinp, float* dquery, int* added, float* partials, co
         return;
     }
 
-    const int warp_row = first + 16 * warp;
-    Rows k[1], v[1];
-    Result dk[1] = {}, dv[1] = {};
+    const int warp_row = first + 16 * M * warp;
+    Rows k[M], v[M];
+    Result dk[M] = {}, dv[M] = {};
     if (HELPERS == 0) copy(0);
     copy_rows<KEYS, QKV, THREADS>(keys, query + to_key, first, T, threadIdx.x);
     copies_commit();
-    if (RESIDENT_KEYS) load_rows(k[0], query + to_key, warp_row, T, QKV);
-    load_rows(v[0], query + to_value, warp_row, T, QKV);
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+        const int row = warp_row + 16 * m;
+        if (RESIDENT_KEYS) load_rows(k[m], query + to_key, row, T, QKV);
+        load_rows(v[m], query + to_value, row, T, QKV);
+    }
     copies_wait<0>();
     for (int i = 0; i < count + 2; i++) {
         if (HELPERS) {
@@ -435,37 +463,45 @@ attention_backward(element* dinp, float* dquery, int* added, float* partials, co
         if (i >= count) continue;
         const element* const tile = tiles + i % 2 * 2 * TILE;
         const float* const lse_and_D = statistics + i % 2 * 2 * QUERIES;
-#pragma unroll
+#pragma unroll UNROLL
         for (int step = 0; step < QUERIES; step += STEP) {
             const int start = walk.start(i) + step;
             element* const ds = dscores + i % 2 * DS + step;
             if (start + STEP <= warp_row) {  // these queries come before all keys of this warp
-                const FragmentD zero[STEP / 8] = {};
+                const FragmentD zero[M][STEP / 8] = {};
                 store_dscores(ds, zero);
             } else {
                 const element* const queries = tile + step * TILE_STRIDE;
-                add_step(dk, dv, ds, k, v, keys + 16 * warp * TILE_STRIDE, queries, queries + TILE,
-                         lse_and_D + step, lse_and_D + QUERIES + step, start, warp_row);
+                const element* const keys_of_warp = keys + 16 * M * warp * TILE_STRIDE;
+                add_step(dk, dv, ds, k, v, keys_of_warp, queries, queries + TILE, lse_and_D + step,
+                         lse_and_D + QUERIES + step, start, warp_row);
             }
         }
     }
 
     // dinp's keys and values, then its queries whose sums this block completed
-    float(*const sums)[WARPS][HS] = reinterpret_cast<float(*)[WARPS][HS]>(shared);
+    float(*const sums)[KEYS / 16][HS] = reinterpret_cast<float(*)[KEYS / 16][HS]>(shared);
     element* const gradient = dinp + int64(b) * T * QKV;
     float* const partial = partials ? partials + int64(b) * ((T + 63) / 64) * QKV : nullptr;
     const float* const rstd_of_sequence = rstd + int64(b) * T * (NH + NKV);
-    Result dq;
+    Result dq[M];
     const auto load_dquery = [&](int member) {
         const int64 head = int64(first_head + member) * head_tiles * (QUERIES * HS);
-        load_sums(dq, dquery + head, warp_row, T);
+#pragma unroll
+        for (int m = 0; m < M; m++) load_sums(dq[m], dquery + head, warp_row + 16 * m, T);
     };
     load_dquery(0);
     const int key_column = Q + h * HS;
-    if (QK_NORM) norm_back(dk[0], query + to_key, rstd_of_sequence + NH + h, 1.0f, warp_row, T);
-    rotate_back(dk[0], rope, warp_row, T);
-    store_gradient(gradient + key_column, sums[0][warp], partials, dk[0], scale(), warp_row, T);
-    store_gradient(gradient + key_column + KV, sums[1][warp], partials, dv[0], 1.0f, warp_row, T);
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+        const int row = warp_row + 16 * m;
+        float(&of_keys)[HS] = sums[0][M * warp + m], (&of_values)[HS] = sums[1][M * warp + m];
+        element* const dkey = gradient + key_column;
+        if (QK_NORM) norm_back(dk[m], query + to_key, rstd_of_sequence + NH + h, 1.0f, row, T);
+        rotate_back(dk[m], rope, row, T);
+        store_gradient(dkey, of_keys, partials, dk[m], scale(), row, T);
+        store_gradient(dkey + KV, of_values, partials, dv[m], 1.0f, row, T);
+    }
     if (partials) {
         meet_computing();
         store_partials(partial + key_column, sums[0], first, T);
@@ -473,12 +509,17 @@ attention_backward(element* dinp, float* dquery, int* added, float* partials, co
     }
     for (int member = 0; member < GROUP; member++) {
         const int head = h * GROUP + member, column = head * HS;
-        if (QK_NORM)
-            norm_back(dq, query + member * HS, rstd_of_sequence + head, MODEL_QK_SCALE / scale(),
-                      warp_row, T);
-        rotate_back(dq, rope, warp_row, T);
         float(*const sums_of_head)[HS] = sums[2 + member % 2];
-        store_gradient(gradient + column, sums_of_head[warp], partials, dq, scale(), warp_row, T);
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            const int row = warp_row + 16 * m;
+            if (QK_NORM)
+                norm_back(dq[m], query + member * HS, rstd_of_sequence + head,
+                          MODEL_QK_SCALE / scale(), row, T);
+            rotate_back(dq[m], rope, row, T);
+            store_gradient(gradient + column, sums_of_head[M * warp + m], partials, dq[m], scale(),
+                           row, T);
+        }
         if (partials) {
             meet_computing();
             store_partials(partial + column, sums_of_head, first, T);
