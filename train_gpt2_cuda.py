@@ -25,7 +25,6 @@ import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy
 
 import dataclasses
 import functools
-import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar
@@ -35,6 +34,8 @@ import numpy as np
 import train_gpt2
 from llmc.errors import UserError, run_main
 from llmc.files import locked
+from llmc.gpu.attention import (attention_backward_in_one_pass, attention_scratch,
+                                launch_attention)
 from llmc.gpu.batch import sorted_tokens
 from llmc.gpu.device import copy_to_gpu, cp, describe_gpu, open_gpu, pointer
 from llmc.gpu.geometry import (ATTENTION_ROWS, BLOCK_THREADS, ENCODER_PIECE, MATMUL_ROWS,
@@ -175,7 +176,7 @@ def activation_table(config, B, T, precision, recompute):
 
 def phase_tables(config, B, T, precision, recompute, device):
     """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
-    L, NH, C = config.L, config.NH, config.C
+    L, C = config.L, config.C
     dtype = precision.dtype
     recomputed = {name: Row((B, T, 4 * C if name == "fch_gelu" else C), dtype)
                   for name in RECOMPUTED[recompute]}
@@ -190,7 +191,7 @@ def phase_tables(config, B, T, precision, recompute, device):
         "backward": {
             "dfch": Row((B, T, 4 * C), dtype),  # of fch_gelu; then of fch, in place
             "dqkv": Row((B, T, 3 * C), dtype),
-            "D": Row((B, NH, T)),  # within attention_backward
+            **attention_scratch(config, B, T, device.geometry),
             **recomputed,
             # partial sums over rows of (B,T), until column_sums adds them up
             "lnf_partials": Row((rows.layernorm, 3 * C)),
@@ -339,47 +340,23 @@ def attention_forward(device, out, lse, inp, B, T, NH, NKV, HS):
     launch_attention(device, "attention_forward", (out, lse, inp), (inp,), B, T, NH)
 
 
-def attention_backward(device, dinp, D, partials, dout, inp, out, lse, rope, rstd, B, T, NH, NKV,
-                       HS):
+def attention_backward(device, dinp, scratch, partials, dout, inp, out, lse, rope, rstd, B, T, NH,
+                       NKV, HS):
     """dinp (B,T,Q+2K) or a Quantized =; partials (B * tiles, Q+2K) float32 = each tile's part of
-    dinp's column sums; dout, out (B,T,Q). D (B,NH,T) float32: the row sums of dout * out, which the
-    first kernel leaves for the second. Where a model rotates queries and keys, rope (T,HS/2,2)
-    rotates their gradients back; where it has QK-norm, rstd (B,T,NH+NKV) then undoes that. Each may
-    be None, and partials."""
+    dinp's column sums; dout, out (B,T,Q). scratch has the arrays of attention_scratch. Where a
+    model rotates queries and keys, rope (T,HS/2,2) rotates their gradients back; where it has
+    QK-norm, rstd (B,T,NH+NKV) then undoes that. Each may be None, and partials."""
+    if device.geometry.ATTENTION_BACKWARD_KEYS:
+        attention_backward_in_one_pass(device, dinp, scratch, partials, dout, inp, out, lse, rope,
+                                       rstd, B, T, NH, NKV, HS)
+        return
+
+    D = scratch.D
     of_dquery = dinp, D, partials, dout, inp, out, lse, rope, rstd
     launch_attention(device, "attention_backward_dquery", of_dquery, (inp, dout, out), B, T, NH)
 
     of_dkv = dinp, partials, dout, inp, lse, D, rope, rstd
     launch_attention(device, "attention_backward_dkv", of_dkv, (inp, dout), B, T, NKV)
-
-
-def launch_attention(device, name, arguments, reads, B, T, heads):
-    """One block for each tile of rows of each of the `heads`. On Hopper in bfloat16, TMA copies
-    `reads` and the first argument, the result, and the kernel is persistent: one block for each
-    multiprocessor, which takes one tile after the other. Backward, with fewer than 8 tiles for each
-    multiprocessor, a block for each tile is faster."""
-    g = device.geometry
-    is_forward = name == "attention_forward"
-    rows = g.ATTENTION_FORWARD_ROWS if is_forward else g.ATTENTION_BACKWARD_ROWS
-    grid = heads, blocks(T, rows), B
-    if not g.ATTENTION_READ_ROWS:  # no TMA
-        device.launch(name, grid, (g.ATTENTION_THREADS,), *arguments, T)
-        return
-
-    tiles = math.prod(grid)
-    enough = device.sm_count * (1 if is_forward else 8)
-    grid = (device.sm_count if tiles >= enough else tiles,)
-
-    write, *others = arguments
-    if isinstance(write, Quantized):
-        name += "_fp8"
-        arguments = write.plain, *others, *write.scaling
-        write = write.plain.reshape(B, T, -1)
-
-    columns = g.ATTENTION_BOX_COLUMNS
-    maps = [device.tensor_map(array, g.ATTENTION_READ_ROWS, columns) for array in reads]
-    maps.append(device.tensor_map(write, g.ATTENTION_WRITE_ROWS, columns))
-    device.launch(name, grid, (g.ATTENTION_THREADS,), *arguments, T, B, *maps)
 
 
 def gelu_forward(device, out, inp, N, C):
@@ -810,7 +787,7 @@ class GPT2:
             linear("attproj", l).backward_inp(dbranch, dresidual)
 
             device.wait(dqkv_read)
-            attention_backward(device, a.dqkv, acts.D, a.attention_partials, dbranch, a.qkv, a.atty,
+            attention_backward(device, a.dqkv, acts, a.attention_partials, dbranch, a.qkv, a.atty,
                                a.lse, None, None, B, T, NH, NH, C // NH)
             jobs.append((a.attention_partials, (g.qkvb,)))
 

@@ -21,6 +21,7 @@ import numpy as np
 
 import train_llama3
 from llmc.errors import run_main
+from llmc.gpu.attention import attention_scratch
 from llmc.gpu.geometry import BLOCK_THREADS, Has, blocks, pack
 from llmc.gpu.messages import REST
 from llmc.settings import with_default
@@ -80,7 +81,7 @@ def activation_table(config, B, T, precision, recompute):
 
 def phase_tables(config, B, T, precision, recompute, device):
     """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
-    L, NH, C, F = config.L, config.NH, config.C, config.F
+    L, C, F = config.L, config.C, config.F
     dtype = precision.dtype
     recomputed = {name: Row((B, T, F if name == "fch_swiglu" else C), dtype)
                   for name in RECOMPUTED[recompute]}
@@ -93,7 +94,7 @@ def phase_tables(config, B, T, precision, recompute, device):
             "dfch_swiglu": Row((B, T, F), dtype),  # where the matmul does not make dfch of it
             "dqkv": Row((B, T, config.Q + 2 * config.K), dtype),
             "datty": Row((B, T, config.Q), dtype),
-            "D": Row((B, NH, T)),  # within attention_backward
+            **attention_scratch(config, B, T, device.geometry),
             **recomputed,
             # partial sums over rows, until column_sums adds them up
             "lnf_partials": Row((rows.layernorm, C)),
@@ -302,7 +303,7 @@ class Llama3(GPT2):
             linear("attproj", l).backward_inp(acts.datty, dresidual)
 
             device.wait(dqkv_read)
-            attention_backward(device, a.dqkv, acts.D, None, acts.datty, a.qkv, a.atty, a.lse,
+            attention_backward(device, a.dqkv, acts, None, acts.datty, a.qkv, a.atty, a.lse,
                                acts.rope, None, B, T, config.NH, config.NKV, config.HS)
 
             if "ln1" in recomputed:

@@ -24,6 +24,7 @@ import numpy as np
 import train_gpt2_cuda
 import train_speedrun
 from llmc.errors import run_main
+from llmc.gpu.attention import attention_scratch
 from llmc.gpu.cublaslt import CublasLt
 from llmc.gpu.geometry import BLOCK_THREADS, ROW_GROUPS, WARP, Has, blocks, pack
 from llmc.gpu.messages import REST
@@ -88,7 +89,7 @@ def activation_table(config, B, T, precision, recompute):
 
 def phase_tables(config, B, T, precision, recompute, device):
     """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
-    L, NH, C = config.L, config.NH, config.C
+    L, C = config.L, config.C
     dtype = precision.dtype
     rows = partial_rows(B, T, device.sm_count, device.geometry)
     classifier_rows = max(1, device.sm_count // device.geometry.CAPPED_SMS)
@@ -103,7 +104,7 @@ def phase_tables(config, B, T, precision, recompute, device):
         "backward": {
             "dfch": Row((B, T, 4 * C), dtype),
             "dqkv": Row((B, T, 3 * C), dtype),
-            "D": Row((B, NH, T)),  # within attention_backward
+            **attention_scratch(config, B, T, device.geometry),
             **recomputed,
             # partial sums over rows, until column_sums adds them up
             "lnf_partials": Row((rows.layernorm, 2 * C)),
@@ -422,7 +423,7 @@ class Speedrun(GPT2):
             linear("attproj", l).backward_inp(dbranch, dresidual)
 
             device.wait(dqkv_read)
-            attention_backward(device, a.dqkv, acts.D, a.attention_partials, dbranch, a.qkv, a.atty,
+            attention_backward(device, a.dqkv, acts, a.attention_partials, dbranch, a.qkv, a.atty,
                                a.lse, acts.rope, a.qk_rstd, B, T, NH, NH, HS)
             jobs.append((a.attention_partials, (g.qkvb,)))
 

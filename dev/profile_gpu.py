@@ -105,10 +105,11 @@ MATMULS = {"matmul_forward": (2, 1), "matmul_forward_gelu": (3, 2), "matmul_forw
            "matmul_fp8_qknorm": (3, 2)}
 # kernel -> (index of an argument that is (B,T,NH*HS), number of (T,T) matmuls per head of queries)
 ATTENTION = {"attention_forward": (0, 2), "attention_backward_dquery": (3, 3),
-             "attention_backward_dkv": (2, 4)}
+             "attention_backward_dkv": (2, 4), "attention_backward": (4, 5)}
 # kernel -> indices of the arrays that it reads or writes, one for each time; small arrays, and
 # those that are usually in the cache, do not count
-ARRAYS = {"encoder_forward": (0, 0), "encoder_backward_wpe": (0, 1),
+ARRAYS = {"attention_backward_start": (2, 3), "encoder_forward": (0, 0),
+          "encoder_backward_wpe": (0, 1),
           "residual_layernorm_forward": (0, 1, 4, 5),
           "residual_layernorm_forward_fp8": (0, 1, 2, 8, 9),
           "residual_rmsnorm_forward": (0, 1, 3, 4),

@@ -17,7 +17,8 @@
 // (MODEL_QK_SCALE: qknorm.cu). partials (B * (T / 64 rounded up), QKV) float32: if not null, the
 // column sums of dinp over every 64 rows, for the bias.
 //
-// For every GPU, in float32, TF32 and bfloat16; on Hopper in bfloat16, heads of 64 and 128 use
+// For every GPU, in float32, TF32 and bfloat16, but for the gradient in bfloat16, which
+// attention_backward.cu computes in one pass; on Hopper in bfloat16, heads of 64 and 128 use
 // hopper/attention.cu.
 //
 // A block of 4 warps has 64 or 128 rows of one head: queries or, in attention_backward_dkv, keys
@@ -35,18 +36,13 @@
 #include "attention.cuh"
 
 constexpr int THREADS = ATTENTION_THREADS, WARPS = THREADS / 32;
-constexpr int FORWARD_ROWS = ATTENTION_FORWARD_ROWS, ROWS = ATTENTION_BACKWARD_ROWS;  // per block
+constexpr int FORWARD_ROWS = ATTENTION_FORWARD_ROWS;  // per block
 // a warp has 16 * M, forward
 constexpr int M = FORWARD_ROWS / (WARPS * 16);
-// rows of a streamed tile
-constexpr int PASSING = ATTENTION_PASSING, DKV_PASSING = ATTENTION_DKV_PASSING;
+constexpr int PASSING = ATTENTION_PASSING;  // rows of a streamed tile
 
-static_assert(ROWS == WARPS * 16, "backward, a warp has 16 rows");
 static_assert(ATTENTION_FORWARD_SHARED == 4 * PASSING * ROW_BYTES,
               "shared memory: two pairs of tiles");
-static_assert(ATTENTION_DQUERY_SHARED == ATTENTION_FORWARD_SHARED, "the same");
-static_assert(ATTENTION_DKV_SHARED == 4 * DKV_PASSING * (ROW_BYTES + 4),
-              "two pairs of tiles, and lse and D for each row");
 
 // per multiprocessor; with 1, the compiler gives a thread more registers
 constexpr int MIN_BLOCKS = BFLOAT16 ? 0 : 1;
@@ -135,6 +131,15 @@ attention_forward(element* out, float* lse, const element* inp, int T) {
     }
 }
 
+#if !BFLOAT16
+
+constexpr int ROWS = ATTENTION_BACKWARD_ROWS;  // per block
+
+static_assert(ROWS == WARPS * 16, "backward, a warp has 16 rows");
+static_assert(ATTENTION_DQUERY_SHARED == ATTENTION_FORWARD_SHARED, "the same");
+static_assert(ATTENTION_DKV_SHARED == 4 * PASSING * (ROW_BYTES + 4),
+              "two pairs of tiles, and lse and D for each row");
+
 // dquery, and D for attention_backward_dkv. Block and shared memory as above; grid (NH, T / ROWS
 // rounded up, B).
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -216,14 +221,14 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
 
 // dkey and dvalue: the block's rows are keys and values; tiles of query and dout stream by, of one
 // query head of the group after the other. Block (THREADS); grid (NKV, T / ROWS rounded up, B).
-// Shared memory: 4 tiles of DKV_PASSING rows, and a float of statistics for each of these rows.
+// Shared memory: 4 tiles of PASSING rows, and a float of statistics for each of these rows.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 attention_backward_dkv(element* dinp, float* partials, const element* dout, const element* inp,
                        const float* lse,
                        const float* D, const float2* rope, const float* rstd, int T) {
     extern __shared__ uint4 shared[];
     __shared__ float sums[2][WARPS][HS];
-    constexpr int N = DKV_PASSING, TILE = N * TILE_STRIDE;
+    constexpr int N = PASSING, TILE = N * TILE_STRIDE;
     // query, dout, next query, next dout
     element* const tiles = reinterpret_cast<element*>(shared);
     // of the queries: lse, D, next lse, next D
@@ -313,3 +318,5 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
     add_warps(partial, sums[0], threadIdx.x, THREADS);
     add_warps(partial + KV, sums[1], threadIdx.x, THREADS);
 }
+
+#endif

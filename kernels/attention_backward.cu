@@ -7,70 +7,53 @@
 // Tensors are those of attention.cu. dquery (B,NH,rows,HS) float32 and added (B,NKV,blocks) int32
 // are scratch: rows = T rounded up to whole tiles, blocks = T / KEYS rounded up.
 //
-// A block has KEYS keys and values of one head, 16 in each of its WARPS warps: it sums dkey and
-// dvalue in registers. Tiles of QUERIES queries and of their dout come to shared memory,
-// double-buffered, of one query head of the group after the other, the last ones first.
-// For each tile, a warp computes S and dP transposed, keys down and queries across: so P and dS
-// are the A operands of dvalue and dkey as they are (mma.cuh). dS goes to shared memory, too, where
-// all keys of the block meet: one iteration later, each warp multiplies a piece of it by the keys,
-// for the tile's dquery.
+// A block has KEYS keys and values of one head, 16 * M in each of its warps, as A fragments in
+// registers, and so are the sums of dkey and dvalue. Tiles of QUERIES queries and of their dout
+// come to shared memory, double-buffered, of one query head of the group after the other, the last
+// ones first. For each tile, a warp computes S and dP transposed, keys down and queries across: so
+// P and dS are the A operands of dvalue and dkey as they are (mma.cuh). dS goes to shared memory,
+// too, where all keys of the block meet: one iteration later, each warp multiplies a piece of it by
+// the keys, for the tile's dquery.
 //
 // Blocks share a tile's dquery, which is added up in `dquery`, in L2, in a fixed order, so that
 // every run has the same bits: first the first keys, whose block stores, at last the keys on the
 // diagonal, whose block rotates the sums and stores dinp. Tiles go from the last one down to the
-// diagonal: so the block of the next keys, with two tiles less to do, only has to be one tile
-// behind. `added` counts the tiles that a block has added; the block of the next keys waits for its
-// turn. It rarely does: blocks start in that order, the largest ones first, and helping warps ask
-// for the turn an iteration ahead and announce it one behind. No block waits for one with a higher
-// number, and those with lower ones have started: no deadlock.
+// diagonal: so the block of the next keys only has to be a tile behind. `added` counts the tiles
+// that a block has added; the block of the next keys waits for its turn. It rarely does: blocks
+// start in that order, the largest ones first. No block waits for one with a higher number, and
+// those with lower ones have started: no deadlock.
 //
-// Five matmuls and one exp, where dquery and dkv apart take seven and two. Bound by shared memory
-// (88 reads of 512 bytes for 160 matrix instructions) and the tensor cores.
+// Five matmuls and one exp, where dquery and dkv of attention.cu take seven and two. Bound by the
+// tensor cores and by shared memory: with M = 2, 96 reads of 512 bytes for 320 matrix instructions,
+// with M = 1, for heads that leave no registers for more, 88 for 160.
 
 #include "attention.cuh"
 
 constexpr int KEYS = ATTENTION_BACKWARD_KEYS;        // of a block
 constexpr int QUERIES = ATTENTION_BACKWARD_QUERIES;  // of a tile
 constexpr int M = ATTENTION_BACKWARD_M;              // a warp has 16 * M keys
-constexpr int STEP = 32 / M;                         // queries of which it has S and dP at a time
-constexpr int WARPS = KEYS / (16 * M), THREADS = WARPS * 32;  // that compute
-// Warps that help, 3 or none, so that no warp that computes waits for memory: the first one brings
-// tiles, the next one announces, the last one asks for the turn. With more than 8 warps, a
-// multiprocessor's registers make 168 for a thread, else 255: where that is too few, none helps.
-constexpr int HELPERS = ATTENTION_BACKWARD_HELPERS;
-constexpr int LOADERS = HELPERS ? 32 : THREADS;  // threads that bring tiles
-constexpr int ALL_THREADS = ATTENTION_BACKWARD_THREADS;
+constexpr int WARPS = KEYS / (16 * M), THREADS = WARPS * 32;
+constexpr int STEP = 32 / M;  // queries of which a warp has S and dP at a time
+constexpr int UNROLL = ATTENTION_BACKWARD_UNROLL;  // steps
+constexpr int ANNOUNCED = ATTENTION_BACKWARD_ANNOUNCED;  // tiles at a time
 constexpr int TILE = QUERIES * TILE_STRIDE;
 // dS has a row for each key, padded as mma.cuh's tiles are
 constexpr int DS_STRIDE = QUERIES + 8, DS = KEYS * DS_STRIDE;
-// whether registers have room for the keys; else they are read from shared memory
-constexpr bool RESIDENT_KEYS = ATTENTION_BACKWARD_RESIDENT;
-constexpr int UNROLL = ATTENTION_BACKWARD_UNROLL;
 // A warp's piece of dquery has 16 * M rows, and this many columns.
 constexpr bool IS_WIDE = HS % 32 == 0 && QUERIES / (16 * M) * (HS / 32) >= WARPS;
 constexpr int COLUMNS = IS_WIDE ? 32 : 16;
 constexpr int PIECES = QUERIES / (16 * M) * (HS / COLUMNS);
-constexpr int ANNOUNCED = 64 / QUERIES;  // tiles that are announced together, where none helps
 // clock cycles, some seconds, after which a block gives up waiting: an error, not a hang
 constexpr int64 GIVE_UP = int64(1) << 32;
 
 static_assert(BFLOAT16, "float32's gradient is in attention.cu");
-static_assert(ALL_THREADS == THREADS + 32 * HELPERS, "warps that compute, and those that help");
+static_assert(ATTENTION_BACKWARD_THREADS == THREADS, "of a block");
 static_assert(KEYS % QUERIES == 0, "a block starts at a whole tile");
 static_assert(QUERIES % STEP == 0 && QUERIES % (16 * M) == 0, "a tile has whole steps, pieces");
 static_assert(KEYS % 64 == 0, "a row of partials has 64 rows");
 static_assert(ATTENTION_BACKWARD_SHARED
                   == 2 * (KEYS * TILE_STRIDE + 4 * TILE + 2 * DS) + 4 * 4 * QUERIES,
               "shared memory: keys, two pairs of tiles, two dS, and lse and D of two tiles");
-
-// All warps of the block. Named barriers, as warps meet in different places.
-__device__ inline void meet() {
-    asm volatile("bar.sync 0, %0;" ::"n"(ALL_THREADS) : "memory");
-}
-// Those that compute.
-__device__ inline void meet_computing() {
-    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
-}
 
 // -------------------------------------------------------------------------------------------------
 // before
@@ -122,26 +105,25 @@ struct Tiles {
     }
 };
 
-// Start copying rows [row, row + ROWS) of one head, by COPIERS threads of which this is number
-// `thread`; rows >= T become 0.
-template <int ROWS, int STRIDE, int COPIERS>
-__device__ inline void copy_rows(element* tile, const element* head, int row, int T, int thread) {
+// Start copying rows [row, row + ROWS) of one head; rows >= T become 0.
+template <int ROWS, int STRIDE>
+__device__ inline void copy_rows(element* tile, const element* head, int row, int T) {
     constexpr int UNITS = HS / PACK;
     // whether each thread's addresses are the first one plus constants
-    constexpr bool IS_EVEN = COPIERS % UNITS == 0 && ROWS * UNITS % COPIERS == 0;
-    const int r0 = thread / UNITS, c0 = thread % UNITS * PACK;
+    constexpr bool IS_EVEN = THREADS % UNITS == 0 && ROWS * UNITS % THREADS == 0;
+    const int r0 = threadIdx.x / UNITS, c0 = threadIdx.x % UNITS * PACK;
     const element* from = head + int64(row) * STRIDE;
     if (IS_EVEN && row + ROWS <= T) {
         from += r0 * STRIDE + c0;
         element* const to = tile_at(tile, r0, c0);
 #pragma unroll
-        for (int k = 0; k < ROWS * UNITS / COPIERS; k++) {
-            const int r = k * (COPIERS / UNITS);
+        for (int k = 0; k < ROWS * UNITS / THREADS; k++) {
+            const int r = k * (THREADS / UNITS);
             copy_async(to + r * TILE_STRIDE, from + r * STRIDE, true);
         }
         return;
     }
-    for (int i = thread; i < ROWS * UNITS; i += COPIERS) {
+    for (int i = threadIdx.x; i < ROWS * UNITS; i += THREADS) {
         const int r = i / UNITS, c = i % UNITS * PACK;
         const bool exists = row + r < T;
         copy_async(tile_at(tile, r, c), exists ? from + r * STRIDE + c : head, exists);
@@ -171,32 +153,6 @@ __device__ inline void announce(int* added, int tiles) {
 // -------------------------------------------------------------------------------------------------
 // one tile
 
-// scores (16 M keys, STEP) = the warp's keys @ tile^T; the keys, rows of HS, are in shared memory.
-__device__ inline void multiply_keys(FragmentD (&scores)[M][STEP / 8], const element* keys,
-                                     const element* tile) {
-    const int lane = threadIdx.x % 32;
-    const element* key = tile_at(keys, lane / 8 % 2 * 8 + lane % 8, lane / 16 * 8);
-    const element* query = tile_at(tile, lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8);
-#pragma unroll
-    for (int j = 0; j < M * STEP / 2; j++) scores[j / (STEP / 2)][j / 4 % (STEP / 8)][j % 4] = 0.0f;
-#pragma unroll
-    for (int k = 0; k < HS / 16; k++) {
-        FragmentA a[M];
-#pragma unroll
-        for (int m = 0; m < M; m++) load_tiles<0>(a[m], tile_at(key, 16 * m, 16 * k));
-#pragma unroll
-        for (int n = 0; n < STEP / 8; n += 2) {
-            uint32 b[4];
-            load_tiles<0>(b, tile_at(query, 8 * n, 16 * k));
-#pragma unroll
-            for (int m = 0; m < M; m++) {
-                mma(scores[m][n], a[m], {b[0], b[1]});
-                mma(scores[m][n + 1], a[m], {b[2], b[3]});
-            }
-        }
-    }
-}
-
 // Store the warp's rows of dS, rounded; each is a key's.
 __device__ inline void store_dscores(element* dscores, const FragmentD (&s)[M][STEP / 8]) {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -215,16 +171,12 @@ __device__ inline void store_dscores(element* dscores, const FragmentD (&s)[M][S
 // dk, dv += the part of STEP queries; dscores = their dS. queries, dout, lse, D: theirs.
 // start, warp_row: the first query, the warp's first key.
 __device__ inline void add_step(Result (&dk)[M], Result (&dv)[M], element* dscores,
-                                const Rows (&k)[M], const Rows (&v)[M], const element* keys,
-                                const element* queries, const element* dout, const float* lse,
-                                const float* D, int start, int warp_row) {
+                                const Rows (&k)[M], const Rows (&v)[M], const element* queries,
+                                const element* dout, const float* lse, const float* D, int start,
+                                int warp_row) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     FragmentD s[M][STEP / 8], dp[M][STEP / 8];  // transposed: keys down, queries across
-    if (RESIDENT_KEYS) {
-        matmul_transposed(s, k, queries);
-    } else {
-        multiply_keys(s, keys, queries);
-    }
+    matmul_transposed(s, k, queries);
 #pragma unroll
     for (int n = 0; n < STEP / 8; n++) {
         const float2 x = *reinterpret_cast<const float2*>(lse + 8 * n + 2 * t);
@@ -258,20 +210,19 @@ __device__ inline void add_step(Result (&dk)[M], Result (&dv)[M], element* dscor
     matmul(dk, s, queries);
 }
 
-// *sum += x, without reading it.
-__device__ inline void reduce(float4* sum, const FragmentD& x) {
+// *sum += x, or = x, if nothing has been added yet.
+__device__ inline void add_in_turn(float4* sum, const FragmentD& x, bool is_first) {
+    if (is_first) {
+        __stcg(sum, float4{x[0], x[1], x[2], x[3]});
+        return;
+    }
 #if __CUDA_ARCH__ >= 900
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sum), "f"(x[0]),
                  "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 #else
-#pragma unroll
-    for (int i = 0; i < 4; i++) atomicAdd(reinterpret_cast<float*>(sum) + i, x[i]);
-#endif
-}
-
-// *sum = before + x.
-__device__ inline void add_in_turn(float4* sum, const FragmentD& x, float4 before) {
+    const float4 before = __ldcg(sum);
     __stcg(sum, float4{before.x + x[0], before.y + x[1], before.z + x[2], before.w + x[3]});
+#endif
 }
 
 // Add dS^T @ keys to a tile's dquery, of which each lane holds what it does of a Result:
@@ -285,13 +236,6 @@ __device__ inline void add_dquery(float* dquery, const element* dscores, const e
         const int row = piece / (HS / COLUMNS) * M, column = piece % (HS / COLUMNS) * COLUMNS;
         float4* const sums =
             reinterpret_cast<float4*>(dquery) + (row * (HS / 8) + column / 8) * 32 + lane;
-        float4 before[M][N] = {};
-        if (!ATTENTION_BACKWARD_RED && !is_first) {
-#pragma unroll
-            for (int j = 0; j < M * N; j++)
-                before[j / N][j % N] = __ldcg(sums + (j / N * (HS / 8) + j % N) * 32);
-        }
-
         const element* ds = dscores + (lane / 16 * 8 + lane % 8) * DS_STRIDE + 16 * row
             + lane / 8 % 2 * 8;
         const element* key = tile_at(keys, lane / 8 % 2 * 8 + lane % 8, column + lane / 16 * 8);
@@ -315,13 +259,7 @@ __device__ inline void add_dquery(float* dquery, const element* dscores, const e
 
 #pragma unroll
         for (int j = 0; j < M * N; j++) {
-            float4* const sum = sums + (j / N * (HS / 8) + j % N) * 32;
-            const FragmentD& x = d[j / N][j % N];
-            if (ATTENTION_BACKWARD_RED && !is_first) {
-                reduce(sum, x);
-            } else {
-                add_in_turn(sum, x, before[j / N][j % N]);
-            }
+            add_in_turn(sums + (j / N * (HS / 8) + j % N) * 32, d[j / N][j % N], is_first);
         }
     }
 }
@@ -367,9 +305,9 @@ struct Place {
     }
 };
 
-// dinp, of all three, and partials. Block (ALL_THREADS); grid (T / KEYS rounded up * NKV * B).
+// dinp, of all three, and partials. Block (THREADS); grid (T / KEYS rounded up * NKV * B).
 // together: heads of keys whose blocks run at the same time.
-extern "C" __global__ void __launch_bounds__(ALL_THREADS, M)
+extern "C" __global__ void __launch_bounds__(THREADS, M)
 attention_backward(element* dinp, float* dquery, int* added, float* partials, const element* dout,
                    const element* inp, const float* lse, const float* D, const float2* rope,
                    const float* rstd, int B, int T, int together) {
@@ -395,67 +333,50 @@ attention_backward(element* dinp, float* dquery, int* added, float* partials, co
     };
     int* const added_here = added + (b * NKV + h) * blocks + block;
 
-    const bool is_loader = HELPERS == 0 || warp == WARPS;
-    const int announcer = HELPERS ? WARPS + 1 : 0, asker = HELPERS ? WARPS + 2 : 1;
-    const int loader = HELPERS ? threadIdx.x % 32 : threadIdx.x;  // number of a loading thread
     const auto copy = [&](int i) {
         if (i < count) {
             const int start = walk.start(i), member = walk.member(i), stage = i % 2 * 2;
             element* const tile = tiles + stage * TILE;
-            copy_rows<QUERIES, QKV, LOADERS>(tile, query + member * HS, start, T, loader);
-            copy_rows<QUERIES, Q, LOADERS>(tile + TILE, dhead + member * HS, start, T, loader);
+            copy_rows<QUERIES, QKV>(tile, query + member * HS, start, T);
+            copy_rows<QUERIES, Q>(tile + TILE, dhead + member * HS, start, T);
             const int64 row = int64(first_head + member) * T + start;
-#pragma unroll
-            for (int j = loader; j < QUERIES; j += LOADERS) {  // 0 for rows >= T, like dout
-                const bool exists = start + j < T;
-                const int64 at = exists ? row + j : 0;
-                float* const to = statistics + stage * QUERIES + j;
+            if (threadIdx.x < QUERIES) {  // 0 for rows >= T, like dout
+                const bool exists = start + threadIdx.x < T;
+                const int64 at = exists ? row + threadIdx.x : 0;
+                float* const to = statistics + stage * QUERIES + threadIdx.x;
                 copy_async_float(to, lse + at, exists);
                 copy_async_float(to + QUERIES, D + at, exists);
             }
         }
         copies_commit();
     };
-    // Iteration i, of count + 2, works on tile i and adds up dquery of tile i - 1. Before: wait for
-    // both to be possible. Then all warps are done with tile i - 1, and have added tile i - 2.
-    int seen = 0;  // tiles that the block of the keys before has added, of those it has more
-    const auto begin = [&](int i) {
-        copies_wait<0>();
-        if (warp == asker && block > 0 && 1 <= i && i <= count) {
-            const int tiles = i + walk.member(i - 1) * (KEYS / QUERIES);
-            if (seen < tiles) seen = await_turn(added_here - 1, tiles);
-        }
-        meet();
-        if (is_loader) copy(i + 1);
-        const bool is_announced = HELPERS || i % ANNOUNCED == 0 || i == count + 1;
-        if (warp == announcer && threadIdx.x % 32 == 0 && i >= 2 && is_announced)
-            announce(added_here, i - 1);
-    };
-    if (warp >= WARPS) {
-        if (is_loader) copy(0);
-        for (int i = 0; i < count + 2; i++) begin(i);
-        return;
-    }
 
     const int warp_row = first + 16 * M * warp;
     Rows k[M], v[M];
     Result dk[M] = {}, dv[M] = {};
-    if (HELPERS == 0) copy(0);
-    copy_rows<KEYS, QKV, THREADS>(keys, query + to_key, first, T, threadIdx.x);
+    copy(0);
+    copy_rows<KEYS, QKV>(keys, query + to_key, first, T);
     copies_commit();
 #pragma unroll
     for (int m = 0; m < M; m++) {
-        const int row = warp_row + 16 * m;
-        if (RESIDENT_KEYS) load_rows(k[m], query + to_key, row, T, QKV);
-        load_rows(v[m], query + to_value, row, T, QKV);
+        load_rows(k[m], query + to_key, warp_row + 16 * m, T, QKV);
+        load_rows(v[m], query + to_value, warp_row + 16 * m, T, QKV);
     }
-    copies_wait<0>();
+
+    // Iteration i works on tile i and adds up dquery of tile i - 1.
+    int seen = 0;  // tiles that the block of the keys before has added, of those it has more
     for (int i = 0; i < count + 2; i++) {
-        if (HELPERS) {
-            meet();
-        } else {
-            begin(i);
+        copies_wait<0>();
+        if (warp == 1 && block > 0 && 1 <= i && i <= count) {
+            const int needed = i + walk.member(i - 1) * (KEYS / QUERIES);
+            if (seen < needed) seen = await_turn(added_here - 1, needed);
         }
+        // Tile i has arrived, it is the block's turn to add tile i - 1, all warps are done with
+        // tile i - 1, which tile i + 1 overwrites, and have added tile i - 2.
+        __syncthreads();
+        copy(i + 1);
+        const bool is_announced = i % ANNOUNCED == 0 || i == count + 1;
+        if (threadIdx.x == 0 && i >= 2 && is_announced) announce(added_here, i - 1);
         if (1 <= i && i <= count) {
             add_dquery(dquery + place(i - 1) * (QUERIES * HS), dscores + (i - 1) % 2 * DS, keys,
                        block == 0);
@@ -472,8 +393,7 @@ attention_backward(element* dinp, float* dquery, int* added, float* partials, co
                 store_dscores(ds, zero);
             } else {
                 const element* const queries = tile + step * TILE_STRIDE;
-                const element* const keys_of_warp = keys + 16 * M * warp * TILE_STRIDE;
-                add_step(dk, dv, ds, k, v, keys_of_warp, queries, queries + TILE, lse_and_D + step,
+                add_step(dk, dv, ds, k, v, queries, queries + TILE, lse_and_D + step,
                          lse_and_D + QUERIES + step, start, warp_row);
             }
         }
@@ -503,7 +423,7 @@ attention_backward(element* dinp, float* dquery, int* added, float* partials, co
         store_gradient(dkey + KV, of_values, partials, dv[m], 1.0f, row, T);
     }
     if (partials) {
-        meet_computing();
+        __syncthreads();
         store_partials(partial + key_column, sums[0], first, T);
         store_partials(partial + key_column + KV, sums[1], first, T);
     }
@@ -521,7 +441,7 @@ attention_backward(element* dinp, float* dquery, int* added, float* partials, co
                            row, T);
         }
         if (partials) {
-            meet_computing();
+            __syncthreads();
             store_partials(partial + column, sums_of_head, first, T);
         }
         if (member + 1 < GROUP) load_dquery(member + 1);

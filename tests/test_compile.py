@@ -88,8 +88,12 @@ def cases_to_compile(arch, precision):
                          (COMPILED, *(pytest.param(*x, marks=pytest.mark.large) for x in OTHERS)))
 def test_kernels_compile_with_no_gpu(arch, precision):
     precision = PRECISIONS[precision]
-    files = [kernel_files(architecture, config, precision, arch)[layer]
-             for architecture, layer, config in cases_to_compile(arch, precision)]
+    files = []
+    for architecture, layer, config in cases_to_compile(arch, precision):
+        of_run = kernel_files(architecture, config, precision, arch)
+        files.append(of_run[layer])
+        if layer == "attention" and "attention_backward" in of_run:
+            files.append(of_run["attention_backward"])
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda file: compile_file(file, arch), files))
     hopper = (kernel_files(cuda.GPT2, MODELS[0], precision, arch)["attention"].name
@@ -101,8 +105,11 @@ def test_kernels_compile_with_no_gpu(arch, precision):
                          (("sm_75", "float32"), ("sm_80", "float32"), ("sm_80", "bf16")))
 def test_other_products_of_tensor_cores_compile(arch, precision):
     """mma.cuh has each of its own; test_kernels_compile_with_no_gpu compiles the other two."""
-    compile_file(kernel_files(llama_cuda.Llama3, LLAMAS[2], PRECISIONS[precision],
-                              arch)["attention"], arch)
+    files = kernel_files(llama_cuda.Llama3, LLAMAS[2], PRECISIONS[precision], arch)
+    compile_file(files["attention"], arch)
+    assert ("attention_backward" in files) == PRECISIONS[precision].bf16
+    if "attention_backward" in files:
+        compile_file(files["attention_backward"], arch)
 
 
 def test_blocks_fit_into_the_shared_memory_of_every_gpu():
@@ -111,9 +118,11 @@ def test_blocks_fit_into_the_shared_memory_of_every_gpu():
     for arch, limit in (("sm_75", 64 << 10), ("sm_86", 99 << 10), ("sm_90a", 227 << 10)):
         for HS, precision in itertools.product((64,) if arch == "sm_75" else (16, 64, 80, 128),
                                                PRECISIONS.values()):
-            file = kernel_files(cuda.GPT2, Config(1024, 131, 1, 2, 2 * HS, 256), precision,
-                                arch)["attention"]
-            assert len(file.shared) == 3 and max(file.shared.values()) + STATIC_SHARED <= limit
+            files = kernel_files(cuda.GPT2, Config(1024, 131, 1, 2, 2 * HS, 256), precision, arch)
+            assert max(files["attention"].shared.values()) + STATIC_SHARED <= limit
+            if "attention_backward" in files:  # 1 KB of each block is the system's
+                shared = files["attention_backward"].shared["attention_backward"]
+                assert shared <= limit and (HS > 64 or 2 * (shared + 1024) <= 227 << 10)
     for arch, C, precision in itertools.product(("sm_80", "sm_86", "sm_90a"), (64, 1600, 8192),
                                                 PRECISIONS.values()):
         file = kernel_files(cuda.GPT2, Config(1024, 131, 1, 1, C, 256), precision,

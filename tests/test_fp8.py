@@ -345,9 +345,10 @@ def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, normed, sm_c
     rstd = on_gpu(random(B, T, NH + NKV, seed=3) ** 2) if normed else None
 
     def backward(dinp, rope):
-        D = unwritten(B, NH, T)
+        scratch = SimpleNamespace(D=unwritten(B, NH, T))
         partials = unwritten(B * blocks(T, 64), QKV)
-        cuda.attention_backward(device, dinp, D, partials, dout, inp, out, lse, rope, rstd, *sizes)
+        cuda.attention_backward(device, dinp, scratch, partials, dout, inp, out, lse, rope, rstd,
+                                *sizes)
         return partials.get()
 
     for rope, highest in ((None, 224), (angles, 2e5)):  # of the largest number, scaled, at most

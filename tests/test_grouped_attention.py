@@ -11,9 +11,12 @@ import pytest
 import train_gpt2_cuda as cuda
 import train_llama3
 from conftest import on_stream
+from llmc.gpu.attention import attention_scratch
+from llmc.gpu.device import cp
 from llmc.gpu.geometry import hopper_attention
 from llmc.gpu.precision import has_bfloat16
 from llmc.debugstate import check_tensor
+from llmc.tensors import allocate
 from test_kernels import BF16_TWICE, EXACT, PRECISIONS, SUMS, TF32, assert_close, on_gpu, random, unwritten, wide
 from test_matmul_swiglu import model, open_matmul
 from train_speedrun import qknorm_backward, rope_table
@@ -35,6 +38,13 @@ def get(gpu, config, precision, arch="native", normed=False):
     device = open_matmul(("attention",), config, precision, arch, normed).device
     on_stream(device)
     return device
+
+
+def unwritten_scratch(config, B, T, device):
+    """attention_backward's, NaN."""
+    scratch = allocate(attention_scratch(config, B, T, device.geometry), cp)
+    scratch.buffer.fill(0xFF)
+    return scratch
 
 
 def attention(inp, dout, sizes):
@@ -90,10 +100,10 @@ def test_grouped_attention(gpu, monkeypatch, B, T, NH, NKV, HS, precision, kind)
 
     def backward(rope, rows):
         got = unwritten(B, T, QKV, dtype=e)
-        D = unwritten(B, NH, T)
+        scratch = unwritten_scratch(config, B, T, device)
         partials = rows and unwritten(rows, QKV)
-        cuda.attention_backward(device, got, D, partials, dout_gpu, inp_gpu, out, lse, rope, None,
-                                *sizes)
+        cuda.attention_backward(device, got, scratch, partials, dout_gpu, inp_gpu, out, lse, rope,
+                                None, *sizes)
         return (got, partials) if rows else (got,)
 
     rows = cuda.partial_rows(B, T, device.sm_count, device.geometry).attention
@@ -137,9 +147,9 @@ def test_gradients_of_normalized_queries_and_keys(gpu, monkeypatch, B, T, NH, HS
     lse = unwritten(B, NH, T)
     cuda.attention_forward(device, out, lse, inp_gpu, *sizes)
     got = unwritten(B, T, QKV, dtype=e)
-    D = unwritten(B, NH, T)
+    scratch = unwritten_scratch(config, B, T, device)
     partials = unwritten(B * -(-T // 64), QKV)
-    cuda.attention_backward(device, got, D, partials, dout_gpu, inp_gpu, out, lse,
+    cuda.attention_backward(device, got, scratch, partials, dout_gpu, inp_gpu, out, lse,
                             on_gpu(np.stack(tables, axis=-1)), on_gpu(rstd), *sizes)
 
     _, dinp = attention(inp, dout, sizes)

@@ -11,9 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from checks import expected_results
 from lab import (SUMS, TF32, Kernel, Layer, bf16_bits, blocks, cuda,
-                 np, rung, torch, train_gpt2)
+                 np, portable_arch, rung, torch, train_gpt2)
 from llmc.tensors import bf16_to_float32
-from llmc.gpu.geometry import hopper_attention
+from llmc.gpu.attention import attention_scratch
+from llmc.gpu.geometry import hopper_attention, launch_geometry
 from profile_gpu import attention_flops
 
 BF16_TWICE = 1e-2  # in bfloat16, the result that one matmul passes to the next is rounded, too
@@ -136,9 +137,14 @@ class AttentionBackward(Attention):
         B, T, C = self.B, self.T, self.C
         inp, out, lse = self.forward_pass()
         return {"dinp": self.unwritten(B, T, 3 * C), "dout": self.random(B, T, C), "inp": inp,
-                "out": out, "lse": lse,
-                "D": self.float32(B, self.NH, T),
+                "out": out, "lse": lse, **self.scratch(),
                 "sums": self.float32(self.sum_rows().attention, 3 * C)}
+
+    def scratch(self):
+        """What the live kernels use, those of every GPU."""
+        arch = portable_arch(self.gpu)
+        geometry = launch_geometry(self.config, self.precision, arch)
+        return attention_scratch(self.config, self.B, self.T, geometry)
 
     def forward_pass(self):
         """Return inp, out and lse of one or two different sequences, repeated: NumPy is slow for a
@@ -183,7 +189,7 @@ class AttentionBackward(Attention):
                        a.dout, a.inp, a.lse, a.D, self.T)
 
     def backward(self, device, a):
-        cuda.attention_backward(device, a.dinp, a.D, a.sums, a.dout, a.inp, a.out, a.lse, None,
+        cuda.attention_backward(device, a.dinp, a, a.sums, a.dout, a.inp, a.out, a.lse, None,
                                 None, *self.live_sizes())
 
     @rung(32, 64, 128, 256)

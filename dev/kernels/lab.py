@@ -255,12 +255,18 @@ def with_mine(layer, path):
     return mine
 
 
+def portable_arch(gpu):
+    """A GPU's, without the instructions that only its generation has."""
+    return gpu.arch.rstrip("a")
+
+
 def portable_files(config, precision, arch):
-    """KernelFiles: of the live attention for arch (sm_75, sm_80) and later, and all of this
+    """KernelFiles: of the live attention for arch and later, and all of this
     library."""
     live = kernel_files(cuda.GPT2, config, precision, arch)
     constants = model_constants(config, precision)
-    return [live["attention"], *(kernel_file(path, constants) for path in FILES)]
+    attention = [live[name] for name in ("attention", "attention_backward") if name in live]
+    return [*attention, *(kernel_file(path, constants) for path in FILES)]
 
 
 class Lab:
@@ -275,7 +281,7 @@ class Lab:
         self.sm_count = gpu.sm_count
         self.torch = torch.cuda.is_available()  # whether PyTorch sees the GPU, too
         self.device, self.matmul = open_device(cuda.GPT2, gpu, config, precision, "auto")
-        arch = "sm_75" if gpu.arch == "sm_75" else "sm_80"
+        arch = portable_arch(gpu)
         self.portable = Device(gpu, portable_files(config, precision, arch),
                                launch_geometry(config, precision, arch))
         self.portable.gpu = gpu._replace(arch=arch)

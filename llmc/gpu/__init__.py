@@ -6,6 +6,7 @@
     precision   the dtypes of a run, and MFU's peak
     matmul      linear layers, by our kernels or, in cublaslt, by NVIDIA's library
     fp8, fp8_linears   linear layers with operands of 8 bits, and their scales
+    attention   launches of attention's kernels
     memory      allocations
     plan        what a run allocates, and whether it fits
     trainer     what surrounds a page's step: batches, the graph, reports

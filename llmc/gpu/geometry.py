@@ -273,19 +273,21 @@ def attention_geometry(config, precision, arch):
 
 
 def attention_one_pass_geometry(HS, arch):
-    """KEYS of a block, QUERIES of a tile; HELPERS: warps that do not compute. RED: the GPU adds 16
-    bytes at once to what is in L2."""
+    """KEYS of a block, of which a warp has 16 * M; M blocks are on a multiprocessor. QUERIES of a
+    tile. UNROLL: parts of a tile. ANNOUNCED: tiles after which a block says how far it is."""
     keys = 128
-    queries = 64 if HS <= 64 else 32
-    helpers = 3 if HS <= 64 else 0
+    M = 2 if HS <= 64 else 1  # as registers allow
+    # so that two blocks fit into 164 KB
+    queries = 32 if HS > 64 or capability(arch) in (80, 87) else 64
     # of bfloat16: keys, two pairs of tiles, two tiles of dS, all padded
     elements = (keys + 4 * queries) * (HS + 8) + 2 * keys * (queries + 8)
     return {
         "ATTENTION_BACKWARD_KEYS": keys,
+        "ATTENTION_BACKWARD_M": M,
         "ATTENTION_BACKWARD_QUERIES": queries,
-        "ATTENTION_BACKWARD_HELPERS": helpers,
-        "ATTENTION_BACKWARD_THREADS": 2 * keys + WARP * helpers,
-        "ATTENTION_BACKWARD_RED": int(capability(arch) >= 90),
+        "ATTENTION_BACKWARD_UNROLL": 1,
+        "ATTENTION_BACKWARD_ANNOUNCED": 64 // queries,
+        "ATTENTION_BACKWARD_THREADS": WARP * keys // (16 * M),
         # and lse and D, double-buffered
         "ATTENTION_BACKWARD_SHARED": 2 * elements + 4 * 4 * queries,
     }
