@@ -228,7 +228,12 @@ KERNEL_FAULTS = {
         "dqkvb"),
     "dkey off by 1e-4": (  # which a key's bias does not see: its gradient is 0
         "attention.cu", "dk[0], scale(), warp_row", "dk[0], 1.0001f * scale(), warp_row", "dqkvw"),
-    "dqkvb without a warp's rows": ("attention.cu", " + sums[3][c];", ";", "dqkvb"),
+    "dqkvb without a warp's rows": ("attention.cuh", " + sums[3][c];", ";", "dqkvb"),
+    "bfloat16: no query sees its own key in the gradient": (
+        "attention_backward.cu", "if (column < warp_row + g", "if (column <= warp_row + g", "dqkvb",
+        "cuda-bf16-sm_80"),
+    "bfloat16: dkey lost": (
+        "attention_backward.cu", "    matmul(dk, s, queries);\n", "", "dqkvw", "cuda-bf16-sm_80"),
     "column sums without the last block's": ("column_sums.cu", "r < job.rows;", "r < job.rows - 1;",
                                              "dlnfb"),
     "position embedding one on": ("encoder.cu", "int64(row % T) * C", "int64((row + 1) % T) * C",
