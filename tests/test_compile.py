@@ -120,7 +120,8 @@ def test_blocks_fit_into_the_shared_memory_of_every_gpu():
                                                PRECISIONS.values()):
             files = kernel_files(cuda.GPT2, Config(1024, 131, 1, 2, 2 * HS, 256), precision, arch)
             assert max(files["attention"].shared.values()) + STATIC_SHARED <= limit
-            if "attention_backward" in files:  # 1 KB of each block is the system's
+            # sm_75 has no bfloat16; 1 KB of each block is the system's
+            if "attention_backward" in files and arch != "sm_75":
                 shared = files["attention_backward"].shared["attention_backward"]
                 assert shared <= limit and (HS > 64 or 2 * (shared + 1024) <= 227 << 10)
     for arch, C, precision in itertools.product(("sm_80", "sm_86", "sm_90a"), (64, 1600, 8192),
