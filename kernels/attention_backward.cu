@@ -374,9 +374,9 @@ attention_backward(element* dinp, float* dquery, int* added, float* partials, co
         // Tile i has arrived, it is the block's turn to add tile i - 1, all warps are done with
         // tile i - 1, which tile i + 1 overwrites, and have added tile i - 2.
         __syncthreads();
-        copy(i + 1);
         const bool is_announced = i % ANNOUNCED == 0 || i == count + 1;
         if (threadIdx.x == 0 && i >= 2 && is_announced) announce(added_here, i - 1);
+        copy(i + 1);
         if (1 <= i && i <= count) {
             add_dquery(dquery + place(i - 1) * (QUERIES * HS), dscores + (i - 1) % 2 * DS, keys,
                        block == 0);
