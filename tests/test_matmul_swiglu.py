@@ -33,7 +33,7 @@ def files_of(layers, config, precision, arch, normed=False):
     has = Has(qknorm="qknorm" in layers)
     page = SimpleNamespace(HAS=has, LAYERS=layers, CONSTANTS=Speedrun.CONSTANTS if normed else {})
     files = kernel_files(page, config, precision, arch)
-    return [files[layer] for layer in layers]
+    return [file for name, file in files.items() if name in (*layers, "attention_backward")]
 
 
 @functools.cache

@@ -64,7 +64,7 @@ def attention_backward_in_one_pass(device, dinp, scratch, partials, dout, inp, o
 
     # Heads run together, as many as keep all multiprocessors busy: what they share is in L2.
     head_blocks = blocks(T, g.ATTENTION_BACKWARD_KEYS)
-    rounds = max(1, B * NKV * head_blocks // (4 * device.sm_count))
+    rounds = max(1, B * NKV * head_blocks // (8 * device.sm_count))
     together = blocks(B * NKV, rounds)
     device.launch("attention_backward", (B * NKV * head_blocks,), (g.ATTENTION_BACKWARD_THREADS,),
                   dinp, dquery, added, partials, dout, inp, lse, D, rope, rstd, B, T, together)
