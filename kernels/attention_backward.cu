@@ -34,7 +34,6 @@ constexpr int QUERIES = ATTENTION_BACKWARD_QUERIES;  // of a tile
 constexpr int M = ATTENTION_BACKWARD_M;              // a warp has 16 * M keys
 constexpr int WARPS = KEYS / (16 * M), THREADS = WARPS * 32;
 constexpr int STEP = 32 / M;  // queries of which a warp has S and dP at a time
-constexpr int UNROLL = ATTENTION_BACKWARD_UNROLL;  // steps
 constexpr int ANNOUNCED = ATTENTION_BACKWARD_ANNOUNCED;  // tiles at a time
 constexpr int TILE = QUERIES * TILE_STRIDE;
 // dS has a row for each key, padded as mma.cuh's tiles are
@@ -384,7 +383,7 @@ attention_backward(element* dinp, float* dquery, int* added, float* partials, co
         if (i >= count) continue;
         const element* const tile = tiles + i % 2 * 2 * TILE;
         const float* const lse_and_D = statistics + i % 2 * 2 * QUERIES;
-#pragma unroll UNROLL
+#pragma unroll 1
         for (int step = 0; step < QUERIES; step += STEP) {
             const int start = walk.start(i) + step;
             element* const ds = dscores + i % 2 * DS + step;

@@ -274,7 +274,7 @@ def attention_geometry(config, precision, arch):
 
 def attention_one_pass_geometry(HS, arch):
     """KEYS of a block, of which a warp has 16 * M; M blocks are on a multiprocessor. QUERIES of a
-    tile. UNROLL: parts of a tile. ANNOUNCED: tiles after which a block says how far it is."""
+    tile. ANNOUNCED: tiles after which a block says how far it is."""
     keys = 128
     M = 2 if HS <= 64 else 1  # as registers allow
     # so that two blocks fit into 164 KB
@@ -285,7 +285,6 @@ def attention_one_pass_geometry(HS, arch):
         "ATTENTION_BACKWARD_KEYS": keys,
         "ATTENTION_BACKWARD_M": M,
         "ATTENTION_BACKWARD_QUERIES": queries,
-        "ATTENTION_BACKWARD_UNROLL": 1,
         "ATTENTION_BACKWARD_ANNOUNCED": 64 // queries,
         "ATTENTION_BACKWARD_THREADS": WARP * keys // (16 * M),
         # and lse and D, double-buffered
