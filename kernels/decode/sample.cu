@@ -205,30 +205,37 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     __shared__ uint64 few[SAMPLE_THREADS];  // their distance and id
     __shared__ int found;
     const auto find_few = [&](int wanted) {
-        int groups = SAMPLE_THREADS;  // thread i is in group i % groups
+        __shared__ int near[SAMPLE_THREADS], near_count;  // tiles that have one of them
+        int groups = SAMPLE_THREADS;                      // thread i is in group i % groups
         while (groups / 4 >= wanted) groups /= 2;
         float* const distances = reinterpret_cast<float*>(few);
         __syncthreads();
         distances[threadIdx.x] = largest - best;
-        if (threadIdx.x == 0) found = 0;
+        if (threadIdx.x == 0) found = near_count = 0;
         __syncthreads();
         float nearest = INFINITE;
         for (int i = threadIdx.x; i < SAMPLE_THREADS && threadIdx.x < groups; i += groups)
             nearest = fminf(nearest, distances[i]);
         nearest = sort_block(nearest, groups);
         const float reach = broadcast(nearest, wanted - 1);
-#pragma unroll 1
+#pragma unroll
         for (int i = 0; i < EACH; i++) {
-            const int tile = threadIdx.x * EACH + i;
-            if (tile >= TILES || largest - tiles[tile].largest > reach) continue;
-            for_tokens(logits, tile * ROWS, (tile + 1) * ROWS, 4, [&](int v, float x) {
-                if (largest - x > reach) return;
-                const int place = atomicAdd(&found, 1);
-                if (place < SAMPLE_THREADS)
-                    few[place] = uint64(__float_as_uint(largest - x)) << ID_BITS | v;
-            });
+            if (largest - own[i].largest > reach) continue;
+            const int place = atomicAdd(&near_count, 1);
+            if (place < SAMPLE_THREADS) near[place] = threadIdx.x * EACH + i;
         }
         __syncthreads();
+        // a thread for each token of these tiles: one reading of all
+        for (int i = threadIdx.x; i < min(near_count, SAMPLE_THREADS) * ROWS; i += SAMPLE_THREADS) {
+            const int v = near[i / ROWS] * ROWS + i % ROWS;
+            const float distance = v < V ? largest - logits[v] : INFINITE;
+            if (v >= V || distance > reach) continue;
+            const int place = atomicAdd(&found, 1);
+            if (place < SAMPLE_THREADS)
+                few[place] = uint64(__float_as_uint(distance)) << ID_BITS | v;
+        }
+        __syncthreads();
+        return found <= SAMPLE_THREADS && near_count <= SAMPLE_THREADS;
     };
 
     // Of all tokens the likeliest top_k, and of these the fewest that have top_p of their
@@ -237,7 +244,8 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
         const uint64 place = sort_block(threadIdx.x < found ? few[threadIdx.x] : ALL, found);
         const int id = place % (1 << ID_BITS);
         bool is_kept = threadIdx.x < (top_k > 0 ? min(top_k, found) : found);
-        const float w = is_kept ? exponential(logits[id]) : 0.0f;
+        const float distance = __uint_as_float(place >> ID_BITS);
+        const float w = is_kept ? expf(-distance / temperature) : 0.0f;
         if (top_p < 1.0f) {
             const uint64 part = in_integers(w), through = scan_block(part);
             const uint64 of_few = broadcast(through, SAMPLE_THREADS - 1);
@@ -302,8 +310,7 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
         // of a nucleus, nobody knows how large it is
         for (int wanted = top_k > 0 ? top_k : FEW / 4; token < 0 && wanted <= FEW;
              wanted = top_k > 0 ? FEW + 1 : wanted * 4) {
-            find_few(wanted);
-            if (found <= SAMPLE_THREADS) token = draw_of_few();
+            if (find_few(wanted)) token = draw_of_few();
         }
     }
     if (token < 0) token = draw_of_all();
