@@ -1,8 +1,8 @@
-// decode_sample: a block draws a sequence's next token. It reads what decode_logits has left of each
-// tile of logits, and then the logits of one thread's tiles. top_k and top_p look at the likeliest
-// few hundred tokens alone, in the tiles that have one of these; where they are too many, or not
-// enough, all logits are read several times. Latency bounds it. All sums have a fixed order or are
-// of integers.
+// decode_sample: a block draws a sequence's next token. It reads what decode_logits has left of
+// each tile of logits, and then the logits of one thread's tiles. top_k and top_p look at the
+// likeliest few hundred tokens alone, in the tiles that have one of these; where they are too many,
+// or not enough, all logits are read several times. Latency bounds it. All sums have a fixed order
+// or are of integers.
 
 #include "decode/step.cuh"
 
