@@ -21,8 +21,7 @@ import numpy as np
 import pytest
 
 import train_gpt2_cuda
-from llmc.gpu import (cublaslt, decode_token, decoder, device, fp8, matmul, memory, plan, precision,
-                      trainer)
+from llmc.gpu import cublaslt, decoder, device, fp8, matmul, memory, plan, precision, trainer
 from llmc.gpu.several import nccl, ranks
 from servers import Server, hub_pages, use_hub  # noqa: F401  (also a fixture)
 
@@ -203,12 +202,11 @@ class FakeCublasLt:
 def install(fake, change):
     """Let the modules of the GPU use this FakeGPU; change(module, name, value) sets one. Kernels
     are not compiled."""
-    for module in (decode_token, decoder, device, fp8, matmul, memory, nccl, plan, precision, ranks,
-                   trainer, train_gpt2_cuda):
+    for module in (decoder, device, fp8, matmul, memory, nccl, plan, precision, ranks, trainer,
+                   train_gpt2_cuda):
         change(module, "cp", fake.cp)
     change(device, "driver", fake.driver)
     change(device, "MISSING", None)
-    change(device.Device, "resident_clusters", lambda *_: 16)
     change(device, "launch_early", lambda function, *arguments: function(*arguments))
     change(device, "prepare_kernels", lambda arch, files: ([file.name for file in files], 0))
     change(cublaslt, "load_library", lambda: fake.cublaslt)

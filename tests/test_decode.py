@@ -104,12 +104,8 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, config, arch, preci
     decoder = open_decoder(architecture_of(config), gpu, config, random_model(config), B, 300,
                            precision.dtype)
     list(decoder.draw(np.ones((1, 150), np.int32), 5, [Random() for _ in range(B)], Choice()))
-    parameters = {name: kinds for file in (*DECODE, "decode/token")
-                  for name, kinds in signatures(file).items()}
-    whole = config in LLAMAS and arch == "sm_90a" and precision.bf16 and B == 1
-    assert (decoder.token is not None) == whole
-    assert ({launch.name for launch in fake_gpu.launches} - {"round_weights"}
-            == set(parameters) - {"decode_logits" if whole else "decode_token"})
+    parameters = {name: kinds for file in DECODE for name, kinds in signatures(file).items()}
+    assert {launch.name for launch in fake_gpu.launches} - {"round_weights"} == set(parameters)
     launches = [launch for launch in fake_gpu.launches if launch.name != "round_weights"]
     check_launches(launches, gpu, precision, parameters)
     named = [zip(parameters[launch.name], launch.arguments) for launch in launches]

@@ -20,9 +20,6 @@
 // stream. The position is in GPU memory, so that one graph is every step. A row has the same bits
 // whatever the other rows are.
 //
-// For one sequence in bfloat16, decode_token (token.cu) takes the place of all but decode_sample,
-// where it fits; sums are in another order there.
-//
 // A step reads all weights once; the rest of its time is the latency of a chain of kernels. So each
 // begins before the previous one ends, requests its weights, and only then waits for its inputs
 // (programmatic dependent launch).

@@ -13,7 +13,6 @@ import numpy as np
 
 from llmc.errors import UserError
 from llmc.gpu.compiler import KernelFile
-from llmc.gpu.decode_token import open_token, token_file
 from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, pointer
 from llmc.gpu.geometry import (WARP, blocks, check_sizes, kernel_files, launch_geometry,
                                model_constants)
@@ -305,6 +304,7 @@ class Decoder:
             # the same for all: otherwise two kernels cannot share a multiprocessor
             if name.startswith("decode"):
                 function.preferred_shared_memory_carveout = 100
+
         self.acts = tensors
         self.cache = SimpleNamespace(keys=tensors.keys, values=tensors.values)  # (L,B,NKV,T,HS)
         with device.stream:
@@ -314,12 +314,12 @@ class Decoder:
         for l in range(config.L):
             cache = SimpleNamespace(keys=tensors.keys[l], values=tensors.values[l])
             self.layers.append((with_optional(layer(params, l)), cache))
+
         ring = self.AHEAD + 1
         self.drawn = pinned_array(4 * ring * B).view(np.int32).reshape(ring, B)
         self.logprobs = pinned_array(4 * ring * B).view(np.float32).reshape(ring, B)
         self.done = [cp.cuda.Event(disable_timing=True) for _ in range(ring)]
         self.graph = None
-        self.token = None  # a TokenPass, which does steps instead of decode_layers
 
     @staticmethod
     def table(architecture, config, precision, B, T, geometry):
@@ -349,10 +349,9 @@ class Decoder:
         tokens[:, :first] = prompt
         self.set(step=0, top_k=min(choice.top_k, self.config.V), temperature=choice.temperature,
                  top_p=choice.top_p)
-        if self.token:
-            self.token.reset()
         with self.device.stream:
             copy_to_gpu(self.acts.randoms, np.array([one.state for one in randoms], np.uint64))
+
         begin = 0  # of the window
         begun = first  # tokens drawn, or in flight
         for t in range(first, end):
@@ -365,6 +364,7 @@ class Decoder:
                     self.read(tokens[:1, :first])
                 self.step((begun - first) % len(self.done))
                 begun += 1
+
             turn = (t - first) % len(self.done)
             self.done[turn].synchronize()
             tokens[:, t] = self.drawn[turn]
@@ -392,6 +392,7 @@ class Decoder:
             with self.device.stream:
                 copy_to_gpu(self.acts.tokens[: some.size], some)
             decode_layers(self, *some.shape)
+
         if B < self.B and last:
             for tensor in (self.cache.keys, self.cache.values):  # (L,B,...) [:, 1:] = [:, :1]
                 row, pitch = tensor[0, 0].nbytes, tensor[0].nbytes
@@ -421,11 +422,8 @@ class Decoder:
 
     def launch_step(self):
         device, acts, B = self.device, self.acts, self.B
-        if self.token:
-            self.token.launch()
-        else:
-            decode_logits(device, acts.logits, acts.tiles, *decode_layers(self, B, 1), acts.control,
-                          B, self.config.Vp)
+        decode_logits(device, acts.logits, acts.tiles, *decode_layers(self, B, 1), acts.control, B,
+                      self.config.Vp)
         decode_sample(device, acts.tokens, acts.randoms, acts.control, self.drawn, self.logprobs,
                       acts.logits, acts.tiles, B)
 
@@ -438,13 +436,10 @@ def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):
     geometry = launch_geometry(config, precision, gpu.arch)
     update = kernel_files(architecture, config, precision, gpu.arch, "cublaslt")["update"]
     files = [update, *decode_files(architecture, config, precision, geometry, gpu.shared)]
-    token = B == 1 and token_file(architecture, config, precision, gpu, files[-1].constants)
-    device = Device(gpu, [*files, token] if token else files, geometry)
+    device = Device(gpu, files, geometry)
     with device.stream:
         on_gpu = allocate(architecture.parameter_table(config, precision.dtype), cp)
         copy_weights(device, on_gpu, params)
         text = Block({"text": Decoder.table(architecture, config, precision, B, T, geometry)})
         tensors = text.over(text.allocate())
-    decoder = Decoder(architecture, device, config, on_gpu, tensors, B, T)
-    decoder.token = open_token(decoder, on_gpu, token)
-    return decoder
+    return Decoder(architecture, device, config, on_gpu, tensors, B, T)
