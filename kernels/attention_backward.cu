@@ -57,8 +57,9 @@ static_assert(ATTENTION_BACKWARD_SHARED
 // -------------------------------------------------------------------------------------------------
 // before
 
-// Lanes that share the dot product of a row of a head: a power of two.
-constexpr int ROW_LANES = HS / 8 & -(HS / 8);
+// lanes that share the dot product of a row of a head, a whole number of PACKs each
+constexpr int ROW_LANES = ATTENTION_BACKWARD_ROW_LANES;
+static_assert(HS / PACK % ROW_LANES == 0 && 32 % ROW_LANES == 0, "they are in one warp");
 
 // D (B,NH,T) = the row sums of dout * out, both (B,T,Q); added (counts) = 0. A thread for each
 // ROW_LANES-th part of a row.

@@ -58,9 +58,9 @@ def attention_backward_in_one_pass(device, dinp, scratch, partials, dout, inp, o
     """attention_backward of the pages, with kernels/attention_backward.cu."""
     g = device.geometry
     D, dquery, added = scratch.D, scratch.dquery, scratch.added
-    row_threads = (HS // 8) & -(HS // 8)  # a power of two
-    device.launch("attention_backward_start", (blocks(B * T * NH * row_threads, BLOCK_THREADS),),
-                  (BLOCK_THREADS,), D, added, dout, out, B, T, added.size)
+    starting = blocks(B * T * NH * g.ATTENTION_BACKWARD_ROW_LANES, BLOCK_THREADS)
+    device.launch("attention_backward_start", (starting,), (BLOCK_THREADS,), D, added, dout, out, B,
+                  T, added.size)
 
     # Heads run together, as many as keep all multiprocessors busy: what they share is in L2.
     head_blocks = blocks(T, g.ATTENTION_BACKWARD_KEYS)

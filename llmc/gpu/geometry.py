@@ -274,7 +274,8 @@ def attention_geometry(config, precision, arch):
 
 def attention_one_pass_geometry(HS, arch):
     """KEYS of a block, of which a warp has 16 * M; M blocks are on a multiprocessor. QUERIES of a
-    tile. ANNOUNCED: tiles after which a block says how far it is."""
+    tile. ANNOUNCED: tiles after which a block says how far it is. ROW_LANES: lanes that share a
+    row's dot product, 16 bytes each at a time."""
     keys = 128
     M = 2 if HS <= 64 else 1  # as registers allow
     # so that two blocks fit into 164 KB
@@ -286,6 +287,7 @@ def attention_one_pass_geometry(HS, arch):
         "ATTENTION_BACKWARD_M": M,
         "ATTENTION_BACKWARD_QUERIES": queries,
         "ATTENTION_BACKWARD_ANNOUNCED": 64 // queries,
+        "ATTENTION_BACKWARD_ROW_LANES": (HS // 8) & -(HS // 8),  # a power of two
         "ATTENTION_BACKWARD_THREADS": WARP * keys // (16 * M),
         # and lse and D, double-buffered
         "ATTENTION_BACKWARD_SHARED": 2 * elements + 4 * 4 * queries,
