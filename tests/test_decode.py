@@ -348,8 +348,8 @@ FAULTS = {  # in choosing among few: the right text of sample.cu, the fault, the
     "tiles without the temperature": ("own[i].weight * exp", "own[i].sum * exp", Choice(2.0)),
     "a thread's last tile lost": ("i < EACH; i++) {\n        plain",
                                   "i < EACH - 1; i++) {\n        plain", Choice()),
-    "in the order of likelihood": ("__float_as_uint(w) : ALL, found);",
-                                   "__float_as_uint(w) : ALL, 0);", Choice(1.0, 40)),
+    "in the order of likelihood": ("__float_as_uint(w) : ALL, count);",
+                                   "__float_as_uint(w) : ALL, 1);", Choice(1.0, 40)),
 }
 
 

@@ -65,24 +65,26 @@ __device__ inline T broadcast(T x, int thread) {
     return shared;
 }
 
-// The first `count` threads' x, in ascending order: Batcher's bitonic network. The other threads'
-// are not smaller.
+// The first `count` threads' x, in ascending order: Batcher's bitonic network, of as many warps as
+// that needs. The other threads' are not smaller.
 template <class T>
-__device__ inline T sort_block(T x, int count = SAMPLE_THREADS) {
+__device__ inline T sort_block(T x, int count) {
+    int among = 32;
+    while (among < count) among *= 2;
+    const bool sorts = threadIdx.x < among;
     int turn = 0;
     __syncthreads();  // all have read what the call before wrote
-    for (int size = 2; size < 2 * count; size *= 2) {
+    for (int size = 2; size <= among; size *= 2) {
         for (int distance = size / 2; distance > 0; distance /= 2) {
-            T other;
-            if (distance < 32) {
-                other = __shfl_xor_sync(0xffffffff, x, distance);
-            } else {
-                T* const all = reinterpret_cast<T*>(sorted[turn]);
-                all[threadIdx.x] = x;
+            T* const all = reinterpret_cast<T*>(sorted[turn]);
+            if (distance >= 32) {
+                if (sorts) all[threadIdx.x] = x;
                 __syncthreads();
-                other = all[threadIdx.x ^ distance];
                 turn ^= 1;
             }
+            if (!sorts) continue;
+            const T other = distance >= 32 ? all[threadIdx.x ^ distance]
+                                           : __shfl_xor_sync(0xffffffff, x, distance);
             const bool ascends = !(threadIdx.x & size), is_lower = !(threadIdx.x & distance);
             if ((ascends == is_lower) == (other < x)) x = other;
         }
@@ -102,10 +104,11 @@ __device__ inline int first_thread(bool is_it, bool else_it) {
     return first < SAMPLE_THREADS ? first : last;
 }
 
-// f(id, its logit) for `count` tokens from `begin` on, both multiples of 4, in order.
+// f(id, its logit) for four tokens at `begin`, four at begin + step, and so on up to `end`; begin
+// and step are multiples of 4.
 template <class F>
-__device__ inline void for_tokens(const float* logits, int begin, int count, const F& f) {
-    for (int first = begin; first < min(V, begin + count); first += 4) {
+__device__ inline void for_tokens(const float* logits, int begin, int end, int step, const F& f) {
+    for (int first = begin; first < min(V, end); first += step) {
         const float4 quad = *reinterpret_cast<const float4*>(logits + first);
         const float x[4] = {quad.x, quad.y, quad.z, quad.w};
 #pragma unroll
@@ -114,10 +117,10 @@ __device__ inline void for_tokens(const float* logits, int begin, int count, con
         }
     }
 }
-// The same for all tokens of this thread.
+// The block's threads share all tokens, in an order that makes reading fast.
 template <class F>
-__device__ inline void for_own_tokens(const float* logits, const F& f) {
-    for_tokens(logits, threadIdx.x * SPAN, SPAN, f);
+__device__ inline void share_tokens(const float* logits, const F& f) {
+    for_tokens(logits, 4 * threadIdx.x, V, 4 * SAMPLE_THREADS, f);
 }
 
 // The key up to which the weights add up to `target` (1 .. their sum) or more, lower keys first:
@@ -133,7 +136,7 @@ __device__ inline uint64 find_key(const float* logits, uint64 target, const Key&
         __syncthreads();  // all have read the counts of the digit before
         digit_weights[threadIdx.x] = digit_counts[threadIdx.x] = 0;
         __syncthreads();
-        for_own_tokens(logits, [&](int v, float x) {
+        share_tokens(logits, [&](int v, float x) {
             const uint64 digits = key(v, x) >> shift;
             if (digits >> DIGIT_BITS != known) return;
             atomicAdd(digit_weights + digits % SAMPLE_THREADS, weight(v, x));
@@ -197,30 +200,43 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     // how far in the order of likelihood their sum is top_p of `sum`
     const auto part_of = [&](uint64 sum) { return max(uint64(1), uint64(double(sum) * top_p)); };
 
-    // The few likeliest tokens are those not further than `reach` from the largest logit: at least
-    // as many as threads whose best token is as near.
-    const int wanted = top_k > 0 ? top_k : FEW;
+    // The few likeliest tokens: those not further than `reach` from the largest logit. These are at
+    // least as many as groups of threads whose best token is as near.
     __shared__ uint64 few[SAMPLE_THREADS];  // their distance and id
     __shared__ int found;
-    if (threadIdx.x == 0) found = SAMPLE_THREADS + 1;  // for the case that none are looked for
-    if ((top_k > 0 || top_p < 1.0f) && wanted <= FEW) {
-        const uint32 distance = sort_block(__float_as_uint(largest - best));
-        const float reach = __uint_as_float(broadcast(distance, wanted - 1));
-        if (threadIdx.x == 0) found = 0;
+    const auto find_few = [&](int wanted) {
+        __shared__ int near[SAMPLE_THREADS], near_count;  // tiles that have one of them
+        int groups = SAMPLE_THREADS;                      // thread i is in group i % groups
+        while (groups / 4 >= wanted) groups /= 2;
+        float* const distances = reinterpret_cast<float*>(few);
         __syncthreads();
-#pragma unroll 1
+        distances[threadIdx.x] = largest - best;
+        if (threadIdx.x == 0) found = near_count = 0;
+        __syncthreads();
+        float nearest = INFINITE;
+        for (int i = threadIdx.x; i < SAMPLE_THREADS && threadIdx.x < groups; i += groups)
+            nearest = fminf(nearest, distances[i]);
+        nearest = sort_block(nearest, groups);
+        const float reach = broadcast(nearest, wanted - 1);
+#pragma unroll
         for (int i = 0; i < EACH; i++) {
-            const int tile = threadIdx.x * EACH + i;
-            if (tile >= TILES || largest - tiles[tile].largest > reach) continue;
-            for_tokens(logits, tile * ROWS, ROWS, [&](int v, float x) {
-                if (largest - x > reach) return;
-                const int place = atomicAdd(&found, 1);
-                if (place < SAMPLE_THREADS)
-                    few[place] = uint64(__float_as_uint(largest - x)) << ID_BITS | v;
-            });
+            if (largest - own[i].largest > reach) continue;
+            const int place = atomicAdd(&near_count, 1);
+            if (place < SAMPLE_THREADS) near[place] = threadIdx.x * EACH + i;
         }
-    }
-    __syncthreads();
+        __syncthreads();
+        // a thread for each token of these tiles: one reading of all
+        for (int i = threadIdx.x; i < min(near_count, SAMPLE_THREADS) * ROWS; i += SAMPLE_THREADS) {
+            const int v = near[i / ROWS] * ROWS + i % ROWS;
+            const float distance = v < V ? largest - logits[v] : INFINITE;
+            if (v >= V || distance > reach) continue;
+            const int place = atomicAdd(&found, 1);
+            if (place < SAMPLE_THREADS)
+                few[place] = uint64(__float_as_uint(distance)) << ID_BITS | v;
+        }
+        __syncthreads();
+        return found <= SAMPLE_THREADS && near_count <= SAMPLE_THREADS;
+    };
 
     // Of all tokens the likeliest top_k, and of these the fewest that have top_p of their
     // probability; of a token among them, in the order of ids, a thread has the weight.
@@ -228,7 +244,8 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
         const uint64 place = sort_block(threadIdx.x < found ? few[threadIdx.x] : ALL, found);
         const int id = place % (1 << ID_BITS);
         bool is_kept = threadIdx.x < (top_k > 0 ? min(top_k, found) : found);
-        const float w = is_kept ? exponential(logits[id]) : 0.0f;
+        const float distance = __uint_as_float(place >> ID_BITS);
+        const float w = is_kept ? expf(-distance / temperature) : 0.0f;
         if (top_p < 1.0f) {
             const uint64 part = in_integers(w), through = scan_block(part);
             const uint64 of_few = broadcast(through, SAMPLE_THREADS - 1);
@@ -236,8 +253,9 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
             if (of_few < target) return -1;
             is_kept = is_kept && through - part < target;
         }
+        const int count = __syncthreads_count(is_kept);
         const uint64 kept =
-            sort_block(is_kept ? uint64(id) << 32 | __float_as_uint(w) : ALL, found);
+            sort_block(is_kept ? uint64(id) << 32 | __float_as_uint(w) : ALL, count);
         const float weight = kept == ALL ? 0.0f : __uint_as_float(uint32(kept));
         const float through = scan_block(weight);
         const float target = coin * broadcast(through, SAMPLE_THREADS - 1);
@@ -261,8 +279,7 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
         };
         if (top_k > 0 || top_p < 1.0f) {
             float farthest = 0.0f;
-            for_own_tokens(logits,
-                           [&](int, float x) { farthest = fmaxf(farthest, largest - x); });
+            share_tokens(logits, [&](int, float x) { farthest = fmaxf(farthest, largest - x); });
             scale = 0.999f * (1ull << (KEY_BITS - ID_BITS)) / fmaxf(block_max(farthest), 1e-20f);
             if (top_k > 0)
                 last = find_key(logits, top_k, key, [](int, float) { return uint64(1); });
@@ -271,12 +288,13 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
                     return key(v, x) <= last ? in_integers(exponential(x)) : 0;
                 };
                 uint64 sum = 0;
-                for_own_tokens(logits, [&](int v, float x) { sum += part(v, x); });
+                share_tokens(logits, [&](int v, float x) { sum += part(v, x); });
                 sum = broadcast(scan_block(sum), SAMPLE_THREADS - 1);
                 last = find_key(logits, part_of(sum), key, part);
             }
             mine = 0.0f;
-            for_own_tokens(logits, [&](int v, float x) { mine += weight(v, x); });
+            for_tokens(logits, threadIdx.x * SPAN, (threadIdx.x + 1) * SPAN, 4,
+                       [&](int v, float x) { mine += weight(v, x); });
         }
         float through = scan_block(mine), target = 0.0f;
         if (temperature > 0.0f) target = coin * broadcast(through, SAMPLE_THREADS - 1);
@@ -288,7 +306,13 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
         return thread * SPAN + first_thread(mine > 0.0f && through > target, mine > 0.0f);
     };
     int token = -1;
-    if (found <= SAMPLE_THREADS) token = draw_of_few();
+    if (top_k > 0 || top_p < 1.0f) {
+        // of a nucleus, nobody knows how large it is
+        for (int wanted = top_k > 0 ? top_k : FEW / 4; token < 0 && wanted <= FEW;
+             wanted = top_k > 0 ? FEW + 1 : wanted * 4) {
+            if (find_few(wanted)) token = draw_of_few();
+        }
+    }
     if (token < 0) token = draw_of_all();
 
     if (threadIdx.x > 0) return;
