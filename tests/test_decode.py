@@ -338,18 +338,21 @@ def test_drawing(decoders, V, spread, choice):
             raise AssertionError(f"{b}: {id} with the coin {coin}")
 
 
-FAULTS = {  # in choosing among few: the right text of sample.cu, the fault, the choice that shows it
-    "the last of the likeliest lost": ("min(top_k, found)", "min(top_k, found) - 1",
+FAULTS = {  # in choosing: the right text of sample.cu, the fault, the choice that shows it
+    "the last of the likeliest lost": ("find_key(tokens, top_k,", "find_key(tokens, top_k - 1,",
                                        Choice(1.0, 2)),
-    "one too many": ("min(top_k, found)", "min(top_k + 1, found)", Choice(1.0, 1)),
-    "the nucleus one short": ("through - part < target", "through < target", Choice(0.7, 0, 0.5)),
-    "the nucleus of the few": ("of_few : in_integers(all)", "of_few : of_few",
+    "one too many": ("find_key(tokens, top_k,", "find_key(tokens, top_k + 1,", Choice(1.0, 1)),
+    "all of a digit": ("(shift > 0 && at.count > 1)", "(false)", Choice(1.0, 40)),
+    "a digit without those before": ("target -= at.before", "target -= 0", Choice(1.0, 40)),
+    "half the nucleus": ("find_key(tokens, target,", "find_key(tokens, (target + 1) / 2,",
+                         Choice(0.7, 0, 0.5)),
+    "the nucleus of the few": ("? here : in_integers(sums.all)", "? here : here",
                                Choice(1.3, 0, 0.9)),
+    "a tile of the few lost": ("near[place++] = threadIdx.x * EACH + i",
+                               "near[place++] = threadIdx.x * EACH", Choice(1.0, 40)),
     "tiles without the temperature": ("own[i].weight * exp", "own[i].sum * exp", Choice(2.0)),
     "a thread's last tile lost": ("i < EACH; i++) {\n        plain",
                                   "i < EACH - 1; i++) {\n        plain", Choice()),
-    "in the order of likelihood": ("__float_as_uint(w) : ALL, count);",
-                                   "__float_as_uint(w) : ALL, 1);", Choice(1.0, 40)),
 }
 
 

@@ -1,18 +1,22 @@
 // decode_sample: a block draws a sequence's next token. It reads what decode_logits has left of
 // each tile of logits, and then the logits of one thread's tiles. top_k and top_p look at the
 // likeliest few hundred tokens alone, in the tiles that have one of these; where they are too many,
-// or not enough, all logits are read several times. Latency bounds it. All sums have a fixed order
-// or are of integers.
+// or not enough, all logits are read several times. Latency bounds it, and barriers are most of
+// that. All sums have a fixed order or are of integers.
 
 #include "decode/step.cuh"
 
 constexpr int SAMPLE_THREADS = DECODE_SAMPLE_THREADS;
 constexpr int KEY_BITS = 60, DIGIT_BITS = 10, ID_BITS = 20;
 constexpr uint64 ALL = ~0ull;
-constexpr int FEW = SAMPLE_THREADS / 2;
 // a thread has this many tiles, SPAN tokens
 constexpr int ROWS = DECODE_ROWS, TILES = Vp / ROWS;
 constexpr int EACH = (TILES + SAMPLE_THREADS - 1) / SAMPLE_THREADS, SPAN = EACH * ROWS;
+// So many threads' likeliest tokens are among the few: half of the threads, or two thirds of those
+// that have tiles. Of tokens in random order, the few are then hardly ever more than threads.
+constexpr int TWO_THIRDS = TILES / EACH * 2 / 3;
+constexpr int FEW = V <= SAMPLE_THREADS ? SAMPLE_THREADS  // all are
+                    : TWO_THIRDS < SAMPLE_THREADS / 2 ? TWO_THIRDS : SAMPLE_THREADS / 2;
 static_assert(SAMPLE_THREADS == 32 * 32 && SAMPLE_THREADS == 1 << DIGIT_BITS,
               "a lane for each warp, a thread a digit");
 static_assert(V <= 1 << ID_BITS && KEY_BITS % DIGIT_BITS == 0,
@@ -20,14 +24,15 @@ static_assert(V <= 1 << ID_BITS && KEY_BITS % DIGIT_BITS == 0,
 static_assert(SPAN <= SAMPLE_THREADS, "a thread for each token of a thread");
 static_assert(Vp % 4 == 0 && ROWS % 4 == 0, "logits are read four at a time");
 
-// In a template, there would be one for each of its types.
-__shared__ uint64 sorted[2][SAMPLE_THREADS];  // in turn
-__shared__ uint64 digit_weights[SAMPLE_THREADS];  // by a digit of the key
-__shared__ int digit_counts[SAMPLE_THREADS];
-
-// The sum of x over this thread and those before it, in a fixed order.
+// Of the x of this thread and those before it, and of all threads.
 template <class T>
-__device__ inline T scan_block(T x) {
+struct Sums {
+    T through, all;
+};
+
+// In a fixed order.
+template <class T>
+__device__ inline Sums<T> scan_block(T x) {
     __shared__ T warp_sums[32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const auto scan_warp = [&](T x) {
@@ -42,8 +47,9 @@ __device__ inline T scan_block(T x) {
     __syncthreads();  // all have read the sums of the call before
     if (lane == 31) warp_sums[warp] = x;
     __syncthreads();
-    const T before = __shfl_sync(0xffffffff, scan_warp(warp_sums[lane]), max(warp - 1, 0));
-    return warp ? before + x : x;
+    const T through_warp = scan_warp(warp_sums[lane]);
+    const T before = __shfl_sync(0xffffffff, through_warp, max(warp - 1, 0));
+    return {warp ? before + x : x, __shfl_sync(0xffffffff, through_warp, 31)};
 }
 
 __device__ inline float block_max(float x) {
@@ -56,98 +62,103 @@ __device__ inline float block_max(float x) {
 }
 
 // One thread's x, for all.
-template <class T>
-__device__ inline T broadcast(T x, int thread) {
-    __shared__ T shared;
+__device__ inline float broadcast(float x, int thread) {
+    __shared__ float shared;
     __syncthreads();
     if (threadIdx.x == thread) shared = x;
     __syncthreads();
     return shared;
 }
 
-// The first `count` threads' x, in ascending order: Batcher's bitonic network, of as many warps as
-// that needs. The other threads' are not smaller.
-template <class T>
-__device__ inline T sort_block(T x, int count) {
-    int among = 32;
-    while (among < count) among *= 2;
-    const bool sorts = threadIdx.x < among;
-    int turn = 0;
-    __syncthreads();  // all have read what the call before wrote
-    for (int size = 2; size <= among; size *= 2) {
-        for (int distance = size / 2; distance > 0; distance /= 2) {
-            T* const all = reinterpret_cast<T*>(sorted[turn]);
-            if (distance >= 32) {
-                if (sorts) all[threadIdx.x] = x;
-                __syncthreads();
-                turn ^= 1;
-            }
-            if (!sorts) continue;
-            const T other = distance >= 32 ? all[threadIdx.x ^ distance]
-                                           : __shfl_xor_sync(0xffffffff, x, distance);
-            const bool ascends = !(threadIdx.x & size), is_lower = !(threadIdx.x & distance);
-            if ((ascends == is_lower) == (other < x)) x = other;
-        }
-    }
-    return x;
-}
-
 // The first thread for which `is_it`, else the last one with `else_it`, else 0.
 __device__ inline int first_thread(bool is_it, bool else_it) {
-    __shared__ int first, last;
+    __shared__ int firsts[32], lasts[32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const uint32 its = __ballot_sync(0xffffffff, is_it);
+    const uint32 elses = __ballot_sync(0xffffffff, else_it);
+    __syncthreads();  // all have read what the call before wrote
+    if (lane == 0) {
+        firsts[warp] = its ? 32 * warp + __ffs(its) - 1 : SAMPLE_THREADS;
+        lasts[warp] = elses ? 32 * warp + 31 - __clz(elses) : 0;
+    }
     __syncthreads();
-    if (threadIdx.x == 0) first = SAMPLE_THREADS, last = 0;
-    __syncthreads();
-    if (is_it) atomicMin(&first, threadIdx.x);
-    if (else_it) atomicMax(&last, threadIdx.x);
-    __syncthreads();
-    return first < SAMPLE_THREADS ? first : last;
+    const int first = __reduce_min_sync(0xffffffff, firsts[lane]);
+    return first < SAMPLE_THREADS ? first : __reduce_max_sync(0xffffffff, lasts[lane]);
 }
 
-// f(id, its logit) for four tokens at `begin`, four at begin + step, and so on up to `end`; begin
-// and step are multiples of 4.
-template <class F>
-__device__ inline void for_tokens(const float* logits, int begin, int end, int step, const F& f) {
-    for (int first = begin; first < min(V, end); first += step) {
-        const float4 quad = *reinterpret_cast<const float4*>(logits + first);
-        const float x[4] = {quad.x, quad.y, quad.z, quad.w};
+// At least `wanted` threads' x (0 or more) are not above it: the smallest such number, or up to
+// 1 percent more.
+__device__ inline float reach_of(float x, int wanted) {
+    constexpr int EXACT_BITS = 15;
+    uint32 bits = 0;  // positive floats are ordered as their bits are
+    for (int bit = 30; bit > 30 - EXACT_BITS; bit--) {
+        const uint32 higher = bits | 1u << bit;
+        if (__syncthreads_count(__float_as_uint(x) < higher) < wanted) bits = higher;
+    }
+    return fminf(__uint_as_float(bits | ((1u << (31 - EXACT_BITS)) - 1)), INFINITE);
+}
+
+// The tokens of which one is drawn: all, or a few, one a thread.
+struct Tokens {
+    const float* logits;  // (V)
+    int few;              // how many, else 0
+    int id;               // these two: of the thread's one
+    float logit;
+
+    // f(id, logit) for each of this thread's, in an order that makes reading fast.
+    template <class F>
+    __device__ void for_each(const F& f) const {
+        if (threadIdx.x < few) f(id, logit);
+        if (few == 0) for_all(4 * threadIdx.x, V, 4 * SAMPLE_THREADS, f);
+    }
+    // Of all, for four at `begin`, four at begin + step, and so on up to `end`; begin and step are
+    // multiples of 4.
+    template <class F>
+    __device__ void for_all(int begin, int end, int step, const F& f) const {
+        for (int first = begin; first < min(V, end); first += step) {
+            const float4 quad = *reinterpret_cast<const float4*>(logits + first);
+            const float x[4] = {quad.x, quad.y, quad.z, quad.w};
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (first + i < V) f(first + i, x[i]);
+            for (int i = 0; i < 4; i++) {
+                if (first + i < V) f(first + i, x[i]);
+            }
         }
     }
-}
-// The block's threads share all tokens, in an order that makes reading fast.
-template <class F>
-__device__ inline void share_tokens(const float* logits, const F& f) {
-    for_tokens(logits, 4 * threadIdx.x, V, 4 * SAMPLE_THREADS, f);
-}
+};
+
+// By a digit of the key; 0 outside find_key. In a template, there would be one for each of its
+// types.
+__shared__ uint64 digit_weights[SAMPLE_THREADS];
+__shared__ int digit_counts[SAMPLE_THREADS];
 
 // The key up to which the weights add up to `target` (1 .. their sum) or more, lower keys first:
 // radix sort's first half, from the highest digit on. Weights are integers: the order of additions
 // does not matter.
 template <class Key, class Weight>
-__device__ inline uint64 find_key(const float* logits, uint64 target, const Key& key,
+__device__ inline uint64 find_key(const Tokens& tokens, uint64 target, const Key& key,
                                   const Weight& weight) {
+    __shared__ struct { int digit, count; uint64 before; } at;
     uint64 known = 0;  // the digits so far
-    int shift = KEY_BITS, digit;
+    int shift = KEY_BITS;
     do {
         shift -= DIGIT_BITS;
-        __syncthreads();  // all have read the counts of the digit before
-        digit_weights[threadIdx.x] = digit_counts[threadIdx.x] = 0;
-        __syncthreads();
-        share_tokens(logits, [&](int v, float x) {
+        tokens.for_each([&](int v, float x) {
             const uint64 digits = key(v, x) >> shift;
             if (digits >> DIGIT_BITS != known) return;
             atomicAdd(digit_weights + digits % SAMPLE_THREADS, weight(v, x));
             atomicAdd(digit_counts + digits % SAMPLE_THREADS, 1);
         });
         __syncthreads();
-        const uint64 mine = digit_weights[threadIdx.x], through = scan_block(mine);
-        digit = first_thread(through >= target, false);
-        target -= broadcast(through - mine, digit);
-        known = known << DIGIT_BITS | digit;
-    } while (shift > 0 && digit_counts[digit] > 1);
+        const uint64 mine = digit_weights[threadIdx.x];
+        const int count = digit_counts[threadIdx.x];
+        digit_weights[threadIdx.x] = digit_counts[threadIdx.x] = 0;  // for the next digit
+        const uint64 through = scan_block(mine).through;
+        if (through >= target && through - mine < target)
+            at = {int(threadIdx.x), count, through - mine};
+        __syncthreads();
+        target -= at.before;
+        known = known << DIGIT_BITS | at.digit;
+    } while (shift > 0 && at.count > 1);
     return ((known + 1) << shift) - 1;
 }
 
@@ -166,7 +177,6 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
               const float* logits, const TileOfLogits* tiles, int ring) {
     constexpr uint64 ONE = 1ull << 40;  // of the integers that stand for probabilities
     let_next_begin();
-    wait_for_inputs();
     const int b = blockIdx.x, step = control->step;
     const float temperature = control->temperature;
     // Without a temperature, only the likeliest token may be drawn, the first of equal ones.
@@ -175,6 +185,8 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     logits += int64(b) * Vp, tiles += int64(b) * TILES;
     uint64 random = randoms[b];
     const float coin = next_coin(random);
+    digit_weights[threadIdx.x] = digit_counts[threadIdx.x] = 0;
+    wait_for_inputs();
 
     TileOfLogits own[EACH];
     float best = -INFINITE;  // of this thread's tokens
@@ -193,132 +205,118 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
         if (temperature == 0.0f) mine += own[i].largest == largest;
         else mine += own[i].weight * exponential(own[i].largest);
     }
-    const float log_sum = logf(broadcast(scan_block(plain), SAMPLE_THREADS - 1));
-    const float all = broadcast(scan_block(mine), SAMPLE_THREADS - 1);
+    const float log_sum = logf(scan_block(plain).all);
+    Sums<float> sums = scan_block(mine);
 
-    const auto in_integers = [&](float weight) { return uint64(weight * ONE); };
-    // how far in the order of likelihood their sum is top_p of `sum`
-    const auto part_of = [&](uint64 sum) { return max(uint64(1), uint64(double(sum) * top_p)); };
-
-    // The few likeliest tokens: those not further than `reach` from the largest logit. These are at
-    // least as many as groups of threads whose best token is as near.
-    __shared__ uint64 few[SAMPLE_THREADS];  // their distance and id
-    __shared__ int found;
+    // The few likeliest tokens: those not further than `reach` from the largest logit, in the order
+    // of ids. None if they are more than threads.
+    Tokens tokens = {logits, 0, 0, 0.0f};
     const auto find_few = [&](int wanted) {
-        __shared__ int near[SAMPLE_THREADS], near_count;  // tiles that have one of them
-        int groups = SAMPLE_THREADS;                      // thread i is in group i % groups
-        while (groups / 4 >= wanted) groups /= 2;
-        float* const distances = reinterpret_cast<float*>(few);
-        __syncthreads();
-        distances[threadIdx.x] = largest - best;
-        if (threadIdx.x == 0) found = near_count = 0;
-        __syncthreads();
-        float nearest = INFINITE;
-        for (int i = threadIdx.x; i < SAMPLE_THREADS && threadIdx.x < groups; i += groups)
-            nearest = fminf(nearest, distances[i]);
-        nearest = sort_block(nearest, groups);
-        const float reach = broadcast(nearest, wanted - 1);
+        __shared__ int near[SAMPLE_THREADS];  // tiles that have one of them
+        __shared__ int ids[SAMPLE_THREADS];
+        __shared__ float few[SAMPLE_THREADS];
+        const float reach = reach_of(largest - best, wanted);
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) count += largest - own[i].largest <= reach;
+        const Sums<int> of_tiles = scan_block(count);
+        if (of_tiles.all > SAMPLE_THREADS) return;
+        int place = of_tiles.through - count;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            if (largest - own[i].largest > reach) continue;
-            const int place = atomicAdd(&near_count, 1);
-            if (place < SAMPLE_THREADS) near[place] = threadIdx.x * EACH + i;
+            if (largest - own[i].largest <= reach) near[place++] = threadIdx.x * EACH + i;
         }
         __syncthreads();
-        // a thread for each token of these tiles: one reading of all
-        for (int i = threadIdx.x; i < min(near_count, SAMPLE_THREADS) * ROWS; i += SAMPLE_THREADS) {
-            const int v = near[i / ROWS] * ROWS + i % ROWS;
-            const float distance = v < V ? largest - logits[v] : INFINITE;
-            if (v >= V || distance > reach) continue;
-            const int place = atomicAdd(&found, 1);
-            if (place < SAMPLE_THREADS)
-                few[place] = uint64(__float_as_uint(distance)) << ID_BITS | v;
+        // a thread for each of these tiles
+        const int begin = threadIdx.x < of_tiles.all ? near[threadIdx.x] * ROWS : V;
+        float row[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS && begin < V; i += 4) {
+            const float4 quad = *reinterpret_cast<const float4*>(logits + begin + i);
+            row[i] = quad.x, row[i + 1] = quad.y, row[i + 2] = quad.z, row[i + 3] = quad.w;
+        }
+        const auto is_near = [&](int i) { return begin + i < V && largest - row[i] <= reach; };
+        count = 0;
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) count += is_near(i);
+        const Sums<int> of_tokens = scan_block(count);
+        if (of_tokens.all > SAMPLE_THREADS) return;
+        place = of_tokens.through - count;
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            if (!is_near(i)) continue;
+            ids[place] = begin + i;
+            few[place++] = row[i];
         }
         __syncthreads();
-        return found <= SAMPLE_THREADS && near_count <= SAMPLE_THREADS;
+        tokens.few = of_tokens.all;
+        if (threadIdx.x < tokens.few) tokens.id = ids[threadIdx.x], tokens.logit = few[threadIdx.x];
     };
 
-    // Of all tokens the likeliest top_k, and of these the fewest that have top_p of their
-    // probability; of a token among them, in the order of ids, a thread has the weight.
-    const auto draw_of_few = [&] {
-        const uint64 place = sort_block(threadIdx.x < found ? few[threadIdx.x] : ALL, found);
-        const int id = place % (1 << ID_BITS);
-        bool is_kept = threadIdx.x < (top_k > 0 ? min(top_k, found) : found);
-        const float distance = __uint_as_float(place >> ID_BITS);
-        const float w = is_kept ? expf(-distance / temperature) : 0.0f;
-        if (top_p < 1.0f) {
-            const uint64 part = in_integers(w), through = scan_block(part);
-            const uint64 of_few = broadcast(through, SAMPLE_THREADS - 1);
-            const uint64 target = part_of(top_k > 0 ? of_few : in_integers(all));
-            if (of_few < target) return -1;
-            is_kept = is_kept && through - part < target;
-        }
-        const int count = __syncthreads_count(is_kept);
-        const uint64 kept =
-            sort_block(is_kept ? uint64(id) << 32 | __float_as_uint(w) : ALL, count);
-        const float weight = kept == ALL ? 0.0f : __uint_as_float(uint32(kept));
-        const float through = scan_block(weight);
-        const float target = coin * broadcast(through, SAMPLE_THREADS - 1);
-        const int thread = first_thread(weight > 0.0f && through > target, weight > 0.0f);
-        return broadcast(int(kept >> 32), thread);
+    // A token's key is smaller the likelier the token, and of equally likely ones for a lower id.
+    // It is proportional to the distance from the largest logit: no digit has most of the tokens.
+    float scale;
+    uint64 last = ALL;  // key of those that are kept
+    const auto key = [&](int v, float x) { return uint64((largest - x) * scale) << ID_BITS | v; };
+    const auto weight = [&](int v, float x) {
+        if (temperature == 0.0f) return x == largest ? 1.0f : 0.0f;
+        return last == ALL || key(v, x) <= last ? exponential(x) : 0.0f;
     };
-    // The same of any number of tokens: the first at which the running sum of the weights exceeds
-    // the coin's part of the whole. First the thread that has it, then one of its tokens.
-    const auto draw_of_all = [&] {
-        uint64 last = ALL;  // key of those that are kept
-        // A token's key is smaller the likelier the token, and of equally likely ones for a lower
-        // id. It is proportional to the distance from the largest logit: no digit has most of the
-        // tokens.
-        float scale = 0.0f;
-        const auto key = [&](int v, float x) {
-            return uint64((largest - x) * scale) << ID_BITS | v;
-        };
-        const auto weight = [&](int v, float x) {
-            if (temperature == 0.0f) return x == largest ? 1.0f : 0.0f;
-            return last == ALL || key(v, x) <= last ? exponential(x) : 0.0f;
-        };
-        if (top_k > 0 || top_p < 1.0f) {
-            float farthest = 0.0f;
-            share_tokens(logits, [&](int, float x) { farthest = fmaxf(farthest, largest - x); });
-            scale = 0.999f * (1ull << (KEY_BITS - ID_BITS)) / fmaxf(block_max(farthest), 1e-20f);
-            if (top_k > 0)
-                last = find_key(logits, top_k, key, [](int, float) { return uint64(1); });
-            if (top_p < 1.0f) {
-                const auto part = [&, last](int v, float x) {
-                    return key(v, x) <= last ? in_integers(exponential(x)) : 0;
-                };
-                uint64 sum = 0;
-                share_tokens(logits, [&](int v, float x) { sum += part(v, x); });
-                sum = broadcast(scan_block(sum), SAMPLE_THREADS - 1);
-                last = find_key(logits, part_of(sum), key, part);
-            }
-            mine = 0.0f;
-            for_tokens(logits, threadIdx.x * SPAN, (threadIdx.x + 1) * SPAN, 4,
-                       [&](int v, float x) { mine += weight(v, x); });
-        }
-        float through = scan_block(mine), target = 0.0f;
-        if (temperature > 0.0f) target = coin * broadcast(through, SAMPLE_THREADS - 1);
-        const int thread = first_thread(mine > 0.0f && through > target, mine > 0.0f);
-        target -= broadcast(through - mine, thread);
-        const int token = thread * SPAN + threadIdx.x;
-        mine = threadIdx.x < SPAN && token < V ? weight(token, logits[token]) : 0.0f;
-        through = scan_block(mine);
-        return thread * SPAN + first_thread(mine > 0.0f && through > target, mine > 0.0f);
+    // Keeps the likeliest top_k of the tokens, and of them the fewest that have top_p of their
+    // probability; false if others than the few may belong to these.
+    const auto keep = [&] {
+        const auto in_integers = [&](float weight) { return uint64(weight * ONE); };
+        const auto part = [&](int v, float x) { return in_integers(weight(v, x)); };
+        float farthest = 0.0f;
+        tokens.for_each([&](int, float x) { farthest = fmaxf(farthest, largest - x); });
+        scale = 0.999f * (1ull << (KEY_BITS - ID_BITS)) / fmaxf(block_max(farthest), 1e-20f);
+        if (top_k > 0) last = find_key(tokens, top_k, key, [](int, float) { return uint64(1); });
+        if (top_p == 1.0f) return true;
+        uint64 mine = 0;
+        tokens.for_each([&](int v, float x) { mine += part(v, x); });
+        const uint64 here = scan_block(mine).all;
+        const uint64 whole = top_k > 0 || tokens.few == 0 ? here : in_integers(sums.all);
+        const uint64 target = max(uint64(1), uint64(double(whole) * top_p));
+        if (here < target) return false;
+        last = find_key(tokens, target, key, part);
+        return true;
     };
-    int token = -1;
     if (top_k > 0 || top_p < 1.0f) {
-        // of a nucleus, nobody knows how large it is
-        for (int wanted = top_k > 0 ? top_k : FEW / 4; token < 0 && wanted <= FEW;
-             wanted = top_k > 0 ? FEW + 1 : wanted * 4) {
-            if (find_few(wanted)) token = draw_of_few();
+        const int wanted = top_k > 0 ? top_k : FEW;  // of a nucleus, nobody knows how large it is
+        if (wanted <= FEW) find_few(wanted);
+        if (!keep()) {
+            tokens.few = 0;
+            keep();
         }
+        mine = 0.0f;
+        if (threadIdx.x < tokens.few) mine = weight(tokens.id, tokens.logit);
+        if (tokens.few == 0) {
+            tokens.for_all(threadIdx.x * SPAN, (threadIdx.x + 1) * SPAN, 4,
+                           [&](int v, float x) { mine += weight(v, x); });
+        }
+        sums = scan_block(mine);
     }
-    if (token < 0) token = draw_of_all();
 
-    if (threadIdx.x > 0) return;
-    next_tokens[b] = token, randoms[b] = random;
-    drawn[step % ring * gridDim.x + b] = token;
-    logprobs[step % ring * gridDim.x + b] = logits[token] - largest - log_sum;
+    // The token at which the running sum of the weights, in the order of ids, first exceeds the
+    // coin's part of the whole. Its thread finishes the step.
+    float target = temperature > 0.0f ? coin * sums.all : 0.0f;
+    const auto find_thread = [&] {
+        return first_thread(mine > 0.0f && sums.through > target, mine > 0.0f);
+    };
+    int thread = find_thread();
+    if (tokens.few == 0) {  // it has several tokens: now a thread for each of them
+        target -= broadcast(sums.through - mine, thread);
+        tokens.id = thread * SPAN + threadIdx.x;
+        const bool is_one = threadIdx.x < SPAN && tokens.id < V;
+        if (is_one) tokens.logit = logits[tokens.id];
+        mine = is_one ? weight(tokens.id, tokens.logit) : 0.0f;
+        sums = scan_block(mine);
+        thread = find_thread();
+    }
+    if (threadIdx.x != thread) return;
+    next_tokens[b] = tokens.id, randoms[b] = random;
+    drawn[step % ring * gridDim.x + b] = tokens.id;
+    logprobs[step % ring * gridDim.x + b] = tokens.logit - largest - log_sum;
     __threadfence();
     if (atomicAdd(&control->arrived, 1) == gridDim.x - 1) {
         control->arrived = 0;
