@@ -339,15 +339,12 @@ def test_drawing(decoders, V, spread, choice):
 
 
 FAULTS = {  # in choosing: the right text of sample.cu, the fault, the choice that shows it
-    "the last of the likeliest lost": ("find_key(tokens, top_k,", "find_key(tokens, top_k - 1,",
-                                       Choice(1.0, 2)),
-    "one too many": ("find_key(tokens, top_k,", "find_key(tokens, top_k + 1,", Choice(1.0, 1)),
+    "the last of the likeliest lost": ("tokens, top_k,", "tokens, top_k - 1,", Choice(1.0, 2)),
+    "one too many": ("tokens, top_k,", "tokens, top_k + 1,", Choice(1.0, 1)),
     "all of a digit": ("(shift > 0 && at.count > 1)", "(false)", Choice(1.0, 40)),
     "a digit without those before": ("target -= at.before", "target -= 0", Choice(1.0, 40)),
-    "half the nucleus": ("find_key(tokens, target,", "find_key(tokens, (target + 1) / 2,",
-                         Choice(0.7, 0, 0.5)),
-    "the nucleus of the few": ("? here : in_integers(sums.all)", "? here : here",
-                               Choice(1.3, 0, 0.9)),
+    "half the nucleus": ("tokens, target,", "tokens, (target + 1) / 2,", Choice(0.7, 0, 0.5)),
+    "the nucleus of the few": ("if (top_k > 0 || tokens.few == 0) {", "{", Choice(1.3, 0, 0.9)),
     "a tile of the few lost": ("near[place++] = threadIdx.x * EACH + i",
                                "near[place++] = threadIdx.x * EACH", Choice(1.0, 40)),
     "tiles without the temperature": ("own[i].weight * exp", "own[i].sum * exp", Choice(2.0)),

@@ -53,12 +53,14 @@ __device__ inline Sums<T> scan_block(T x) {
 }
 
 __device__ inline float block_max(float x) {
-    __shared__ float warp_maxima[32];
-    x = warp_max(x);
+    __shared__ int warp_maxima[32];
+    // as integers of the same order, of which a warp finds the largest by one instruction
+    const auto ordered = [](int bits) { return bits < 0 ? bits ^ 0x7fffffff : bits; };
+    const int of_warp = __reduce_max_sync(0xffffffff, ordered(__float_as_int(x)));
     __syncthreads();
-    if (threadIdx.x % 32 == 0) warp_maxima[threadIdx.x / 32] = x;
+    if (threadIdx.x % 32 == 0) warp_maxima[threadIdx.x / 32] = of_warp;
     __syncthreads();
-    return warp_max(warp_maxima[threadIdx.x % 32]);
+    return __int_as_float(ordered(__reduce_max_sync(0xffffffff, warp_maxima[threadIdx.x % 32])));
 }
 
 // One thread's x, for all.
@@ -87,9 +89,9 @@ __device__ inline int first_thread(bool is_it, bool else_it) {
 }
 
 // At least `wanted` threads' x (0 or more) are not above it: the smallest such number, or up to
-// 1 percent more.
+// 2 percent more.
 __device__ inline float reach_of(float x, int wanted) {
-    constexpr int EXACT_BITS = 15;
+    constexpr int EXACT_BITS = 14;
     uint32 bits = 0;  // positive floats are ordered as their bits are
     for (int bit = 30; bit > 30 - EXACT_BITS; bit--) {
         const uint32 higher = bits | 1u << bit;
@@ -115,6 +117,7 @@ struct Tokens {
     // multiples of 4.
     template <class F>
     __device__ void for_all(int begin, int end, int step, const F& f) const {
+#pragma unroll 1
         for (int first = begin; first < min(V, end); first += step) {
             const float4 quad = *reinterpret_cast<const float4*>(logits + first);
             const float x[4] = {quad.x, quad.y, quad.z, quad.w};
@@ -131,12 +134,12 @@ struct Tokens {
 __shared__ uint64 digit_weights[SAMPLE_THREADS];
 __shared__ int digit_counts[SAMPLE_THREADS];
 
-// The key up to which the weights add up to `target` (1 .. their sum) or more, lower keys first:
-// radix sort's first half, from the highest digit on. Weights are integers: the order of additions
-// does not matter.
+// found = the key up to which the weights add up to `target` or more, lower keys first: radix sort's
+// first half, from the highest digit on. False if all weights are less. They are integers: the order
+// of additions does not matter.
 template <class Key, class Weight>
-__device__ inline uint64 find_key(const Tokens& tokens, uint64 target, const Key& key,
-                                  const Weight& weight) {
+__device__ inline bool find_key(uint64& found, const Tokens& tokens, uint64 target, const Key& key,
+                                const Weight& weight) {
     __shared__ struct { int digit, count; uint64 before; } at;
     uint64 known = 0;  // the digits so far
     int shift = KEY_BITS;
@@ -152,14 +155,16 @@ __device__ inline uint64 find_key(const Tokens& tokens, uint64 target, const Key
         const uint64 mine = digit_weights[threadIdx.x];
         const int count = digit_counts[threadIdx.x];
         digit_weights[threadIdx.x] = digit_counts[threadIdx.x] = 0;  // for the next digit
-        const uint64 through = scan_block(mine).through;
-        if (through >= target && through - mine < target)
-            at = {int(threadIdx.x), count, through - mine};
+        const Sums<uint64> sums = scan_block(mine);
+        if (sums.all < target) return false;
+        if (sums.through >= target && sums.through - mine < target)
+            at = {int(threadIdx.x), count, sums.through - mine};
         __syncthreads();
         target -= at.before;
         known = known << DIGIT_BITS | at.digit;
     } while (shift > 0 && at.count > 1);
-    return ((known + 1) << shift) - 1;
+    found = ((known + 1) << shift) - 1;
+    return true;
 }
 
 // xorshift64*: the next 24 random bits as a float in [0, 1).
@@ -270,16 +275,16 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
         float farthest = 0.0f;
         tokens.for_each([&](int, float x) { farthest = fmaxf(farthest, largest - x); });
         scale = 0.999f * (1ull << (KEY_BITS - ID_BITS)) / fmaxf(block_max(farthest), 1e-20f);
-        if (top_k > 0) last = find_key(tokens, top_k, key, [](int, float) { return uint64(1); });
+        if (top_k > 0) find_key(last, tokens, top_k, key, [](int, float) { return uint64(1); });
         if (top_p == 1.0f) return true;
-        uint64 mine = 0;
-        tokens.for_each([&](int v, float x) { mine += part(v, x); });
-        const uint64 here = scan_block(mine).all;
-        const uint64 whole = top_k > 0 || tokens.few == 0 ? here : in_integers(sums.all);
+        uint64 whole = in_integers(sums.all);
+        if (top_k > 0 || tokens.few == 0) {
+            uint64 mine = 0;
+            tokens.for_each([&](int v, float x) { mine += part(v, x); });
+            whole = scan_block(mine).all;
+        }
         const uint64 target = max(uint64(1), uint64(double(whole) * top_p));
-        if (here < target) return false;
-        last = find_key(tokens, target, key, part);
-        return true;
+        return find_key(last, tokens, target, key, part);
     };
     if (top_k > 0 || top_p < 1.0f) {
         const int wanted = top_k > 0 ? top_k : FEW;  // of a nucleus, nobody knows how large it is
