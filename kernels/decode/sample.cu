@@ -97,13 +97,14 @@ __device__ inline float reach_of(float x, int wanted) {
         const uint32 higher = bits | 1u << bit;
         if (__syncthreads_count(__float_as_uint(x) < higher) < wanted) bits = higher;
     }
-    return fminf(__uint_as_float(bits | ((1u << (31 - EXACT_BITS)) - 1)), INFINITE);
+    return __uint_as_float(bits | ((1u << (31 - EXACT_BITS)) - 1));
 }
 
 // The tokens of which one is drawn: all, or a few, one a thread.
 struct Tokens {
     const float* logits;  // (V)
     int few;              // how many, else 0
+    float reach;          // of these: none is further from the largest logit
     int id;               // these two: of the thread's one
     float logit;
 
@@ -215,12 +216,12 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
 
     // The few likeliest tokens: those not further than `reach` from the largest logit, in the order
     // of ids. None if they are more than threads.
-    Tokens tokens = {logits, 0, 0, 0.0f};
+    Tokens tokens = {logits, 0, 0.0f, 0, 0.0f};
     const auto find_few = [&](int wanted) {
         __shared__ int near[SAMPLE_THREADS];  // tiles that have one of them
         __shared__ int ids[SAMPLE_THREADS];
         __shared__ float few[SAMPLE_THREADS];
-        const float reach = reach_of(largest - best, wanted);
+        const float reach = V <= SAMPLE_THREADS ? INFINITE : reach_of(largest - best, wanted);
         int count = 0;
 #pragma unroll
         for (int i = 0; i < EACH; i++) count += largest - own[i].largest <= reach;
@@ -254,7 +255,7 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
             few[place++] = row[i];
         }
         __syncthreads();
-        tokens.few = of_tokens.all;
+        tokens.few = of_tokens.all, tokens.reach = reach;
         if (threadIdx.x < tokens.few) tokens.id = ids[threadIdx.x], tokens.logit = few[threadIdx.x];
     };
 
@@ -272,9 +273,13 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     const auto keep = [&] {
         const auto in_integers = [&](float weight) { return uint64(weight * ONE); };
         const auto part = [&](int v, float x) { return in_integers(weight(v, x)); };
-        float farthest = 0.0f;
-        tokens.for_each([&](int, float x) { farthest = fmaxf(farthest, largest - x); });
-        scale = 0.999f * (1ull << (KEY_BITS - ID_BITS)) / fmaxf(block_max(farthest), 1e-20f);
+        float farthest = tokens.reach;
+        if (tokens.few == 0 || farthest == INFINITE) {
+            farthest = 0.0f;
+            tokens.for_each([&](int, float x) { farthest = fmaxf(farthest, largest - x); });
+            farthest = block_max(farthest);
+        }
+        scale = 0.999f * (1ull << (KEY_BITS - ID_BITS)) / fmaxf(farthest, 1e-20f);
         if (top_k > 0) find_key(last, tokens, top_k, key, [](int, float) { return uint64(1); });
         if (top_p == 1.0f) return true;
         uint64 whole = in_integers(sums.all);
