@@ -282,7 +282,8 @@ def test_a_pass_does_not_depend_on_the_batch(decoders, config, dtype):
     Choice(), Choice(0.0), Choice(0.3), Choice(2.0, 1), Choice(1.0, 40), Choice(1.3, 999),
     Choice(1.0, 5000),
     Choice(1.0, 0, 0.9), Choice(0.7, 0, 1e-6), Choice(0.7, 100, 0.5)))
-@pytest.mark.parametrize("V, spread", ((50257, 3.0), (1003, 0.01), (1003, 8.0), (300, 0.0)))
+@pytest.mark.parametrize("V, spread", ((50257, 3.0), (5000, 3.0), (1003, 0.01), (1003, 8.0),
+                                       (300, 0.0)))
 def test_drawing(decoders, V, spread, choice):
     """The token is the one whose part of the running sum the coin falls into, among those that the
     choice leaves, up to rounding; the numbers of the next coin, the host's copies and the

@@ -3,13 +3,13 @@ https://arxiv.org/abs/2209.05433.
 
 In a run of --dtype fp8, three of a layer's four matmuls and the classifier's, forward and backward,
 read operands of 8 bits: x is stored as E4M3(x * scale), a gradient in E5M2, whose range is 2^14
-times as wide. Each layer's input, weight and gradient of
-its output has a scale of its own, a power of 2 that stays the same for an update, with all its
-micro-batches: it follows from the largest numbers of the last 16 updates. They are found where a
-tensor is rounded, as an integer maximum, which has the same bits in any order and on any number of
-GPUs. Weights are rounded once an update. Gradients of logits are rounded stochastically, times a
-constant. All else is a bfloat16 run: residual stream, attention and its projection,
-AdamW, and, between updates, validation: it is of the model that will be saved.
+times as wide. Each layer's input, weight and gradient of its output has a scale of its own, a power
+of 2 that stays the same for an update, with all its micro-batches: it follows from the largest
+numbers of the last 16 updates. They are found where a tensor is rounded, as an integer maximum,
+which has the same bits in any order and on any number of GPUs. Weights are rounded once an update.
+Gradients of logits are rounded stochastically, times a constant. All else is a bfloat16 run:
+residual stream, attention and its projection, AdamW, and, between updates, validation: it is of the
+model that will be saved.
 
 Tensor cores want the inner dimension of 8-bit operands to be contiguous. For dinp = dout @ weight,
 there is a transposed copy of the weight. Of dout and inp in dweight = dout^T @ inp, the wider one
