@@ -68,7 +68,7 @@ class Job(NamedTuple):
 
     command: str  # cpu or gpu
     name: str  # a key of NAMES
-    precision: str  # bfloat16, fp8; float32 on the CPU
+    precision: str  # bfloat16, float32, fp8
     B: int
     T: int
     model: str = "124M"
@@ -217,9 +217,12 @@ TABLES = {
                    or name != "eager"),
                  *(Job("gpu", "ours", "bfloat16", 64, T, recompute=recompute)
                    for recompute in (1, 2))],
-    "models": [Job("gpu", "ours", "bfloat16", B, T, model)
-               for model, B in itertools.product(("355M", "774M", "1558M"), (4, 16))],
+    "models": [Job("gpu", "ours", "bfloat16", B, T, model) for model in ("355M", "774M", "1558M")
+               for B in (4, 16)],
     "fp8": [Job("gpu", "ours", "fp8", B, T) for B in BATCHES],  # on Hopper
+    # on GPUs without bfloat16
+    "float32": [Job("gpu", name, "float32", B, T) for B in (1, 4, 8)
+                for name in ("ours", "compile", "reduce-overhead")],
 }
 
 
@@ -227,7 +230,7 @@ def bench_gpu(args):
     """One training step at T=1024 on random tokens on a GPU: train_gpt2_cuda.py beside PyTorch.
 
     Each runs in a process of its own. A step is forward, backward and AdamW; its time is the median
-    over CUDA events. PyTorch is export_weights.py's model under bfloat16 autocast, with fused
+    over CUDA events. PyTorch is export_weights.py's model, in bfloat16 by autocast, with fused
     AdamW, flash attention and a vocabulary padded like ours. first step: from the start of the
     process, without the time to make the weights; "warm" with cached kernels. in use: all that the
     GPU counts. MFU: 6 N + 6 LCT operations a token, over the GPU's dense bfloat16 rate or, if
@@ -235,25 +238,22 @@ def bench_gpu(args):
     measured rate, plus that of AdamW's bytes at the bandwidth of a copy, over the step's.
     """
     count_gpus()
-    # makes no context, which "in use" would count
-    is_hopper = cp.cuda.runtime.getDeviceProperties(0)["major"] == 9
-    tables = ([args.only] if args.only
-              else [table for table in TABLES if table != "fp8" or is_hopper])
+    major = cp.cuda.runtime.getDeviceProperties(0)["major"]  # and no context, see "in use"
+    tables = ["bfloat16", "models", *["fp8"] * (major == 9)] if major >= 8 else ["float32"]
     to_send = None
-    for table in tables:
+    for table in [args.only] if args.only else tables:
         results = measure_all(TABLES[table])
         ours = next((r for job, r in results if "machine" in r), None)
         if ours is None:
             print(f"{table}: train_gpt2_cuda.py failed: {results[0][1]['failed']}")
             continue
         rival = next((f", PyTorch {r['torch']}" for _, r in results if "torch" in r), "")
-        machine = [f"{ours['machine']}{rival}; {datetime.date.today()}"]
-        machine.append(f"copy {ours['bandwidth'] / 1e9:.0f} GB/s, large matmul"
-                       f" {ours['matmul'] / 1e12:.0f} TFLOP/s")
-        lines = gpu_table(table, results)
-        print("\n".join([*machine, *lines]))
-        if table == "bfloat16":
-            to_send = line_to_send(machine[0], results, BATCHES)
+        machine = f"{ours['machine']}{rival}; {datetime.date.today()}"
+        rates = (f"copy {ours['bandwidth'] / 1e9:.0f} GB/s,"
+                 f" large matmul {ours['matmul'] / 1e12:.0f} TFLOP/s")
+        print(machine, rates, *gpu_table(table, results), sep="\n")
+        if table == tables[0]:
+            to_send = line_to_send(machine, results)
     if to_send:
         print(f"\nfor doc/speed.md, if your card is not there: {to_send}")
 
@@ -298,8 +298,7 @@ def step_of_ours(job):
 
 
 def step_of_pytorch(job):
-    """On the CPU or a GPU. There, logits are padded like ours, because multiples of 128 are
-    fast."""
+    """On the CPU or a GPU. There, logits are padded like ours: multiples of 128 are fast."""
     import torch
 
     from reference import ADAMW, to_reference
@@ -308,6 +307,7 @@ def step_of_pytorch(job):
     torch.set_num_threads(THREADS)
     making = time.perf_counter()
     on_gpu = job.command == "gpu"
+    torch.set_float32_matmul_precision("high" if on_gpu else "highest")  # TF32, as ours
     config, params = random_model(MODELS[job.model], V)
     making = time.perf_counter() - making
     device = "cuda" if on_gpu else "cpu"
@@ -442,8 +442,8 @@ def main():
     if not getattr(args, "worker", None):
         return args.run(args)
     job = Job(*(kind(word) for kind, word in zip((str, str, str, int, int, str, int), args.worker)))
-    print(json.dumps({"numpy": step_of_numpy, "ours": step_of_ours}.get(job.name,
-                                                                        step_of_pytorch)(job)))
+    step_of = {"numpy": step_of_numpy, "ours": step_of_ours}.get(job.name, step_of_pytorch)
+    print(json.dumps(step_of(job)))
 
 
 if __name__ == "__main__":

@@ -120,17 +120,18 @@ def driver_version():
         return "unknown"
 
 
-def line_to_send(machine, results, batches):
+def line_to_send(machine, results):
     """A card's figures in one line: ms a step of GPT-2 124M, and of PyTorch at its best. results:
     [(bench.Job, result)]."""
     figures = []
-    for B in batches:
+    for B in sorted({job.B for job, _ in results}):
         ours, theirs = ([r["ms"] for job, r in results if job.B == B and job.recompute < 0
                          and (job.name == "ours") == is_ours and "ms" in r]
                         for is_ours in (True, False))
         if ours:
             figures.append(f"B={B} {ours[0]:.2f}" + (f" ({min(theirs):.2f})" if theirs else ""))
-    return f"{machine}; driver {driver_version()}; ms (PyTorch's): {', '.join(figures)}"
+    precision = results[0][0].precision
+    return f"{machine}; driver {driver_version()}; {precision}, ms (PyTorch's): {', '.join(figures)}"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -289,15 +289,33 @@ def test_the_line_to_send_in(monkeypatch):
                    ("reduce-overhead", 4, -1, {"ms": 11.02}), ("ours", 32, -1, {"ms": 49.3}),
                    ("compile", 32, -1, {"failed": "out of memory"}),
                    ("ours", 32, 1, {"ms": 51.0}), ("ours", 64, -1, {"failed": "out of memory"}))]
-    assert (bench_runs.line_to_send("A card, sm_89; 2026-11-29", results, bench.BATCHES)
-            == "A card, sm_89; 2026-11-29; driver 580.1; ms (PyTorch's): B=4 7.33 (11.02), B=32 49.30")
+    assert (bench_runs.line_to_send("A card, sm_89; 2026-11-29", results)
+            == "A card, sm_89; 2026-11-29; driver 580.1; bfloat16, ms (PyTorch's): B=4 7.33 (11.02),"
+               " B=32 49.30")
+
+
+def test_a_card_without_bfloat16_is_measured_in_float32(monkeypatch, capsys):
+    runtime = SimpleNamespace(getDeviceProperties=lambda _: {"major": 7})
+    monkeypatch.setattr(bench, "cp", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    monkeypatch.setattr(bench, "count_gpus", lambda: 1)
+    ours = {"ms": 80.0, "first": 9.0, "memory": 4 << 30, "used": 5 << 30, "gpu": "Tesla T4",
+            "machine": "Tesla T4, sm_75", "matmul": 4e12, "bandwidth": 2.5e11}
+    theirs = {key: ours[key] for key in ("first", "memory", "used", "gpu")} | {"ms": 90.0, "torch": "2.11"}
+    monkeypatch.setattr(bench, "measure_all", lambda jobs: [
+        (job, {"B": job.B, **(ours if job.name == "ours" else theirs)}) for job in jobs])
+    bench.bench_gpu(SimpleNamespace(only=None))
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert "Tesla T4, sm_75, PyTorch 2.11" in line
+    assert line.endswith("float32, ms (PyTorch's): B=1 80.00 (90.00), B=4 80.00 (90.00), B=8 80.00 (90.00)")
 
 
 def test_what_fits_is_what_was_measured(capsys):
-    """124M at B=32 took 14.8 GiB of an H200, as README says; less never fits more."""
+    """124M at B=32 took 14.8 GiB of an H200; less never fits more; doc/speed.md has this table."""
     assert 31 <= bench_runs.most_that_fits("d12", 0, 14.8 * 2**30) <= 33
     bench_runs.bench_memory(None)
-    rows = [re.findall(r"-b (\d+)", line) for line in capsys.readouterr().out.splitlines()[2:]]
+    table = capsys.readouterr().out
+    assert table in (ROOT / "doc/speed.md").read_text()
+    rows = [re.findall(r"-b (\d+)", line) for line in table.splitlines()[2:]]
     assert len(rows) == 8 and all(list(map(int, row)) == sorted(map(int, row)) for row in rows)
     for without, recomputed in zip(rows[::2], rows[1::2]):
         assert len(without) <= len(recomputed)
