@@ -55,7 +55,7 @@ OF_GPT2 = (("--dtype", "bfloat16", "--grad_clip", 1), ("--dtype", "float32", "--
     ("--dtype", "float32", "--tf32", 0),
     ("--dtype", "bfloat16", "--stochastic_rounding", 3, "-w", 0), ("--dtype", "bfloat16", "--float32_grads", 1),
     ("--recompute", 2, "-c", 0.1), ("--graph", 0), ("--matmul", "kernels"), ("-sl", 1, "-sg", 1),
-    ("--dtype", "fp8", "--grad_clip", 1))
+    ("--dtype", "fp8", "--grad_clip", 1), ("--arch", "sm_80"))
 OF_LLAMA = (("--dtype", "bfloat16", "--grad_clip", 1), ("--dtype", "float32", "--recompute", 2), ("--dtype", "fp8"))
 
 
