@@ -79,7 +79,7 @@ MOST = *MODELS[:2], *LLAMAS[:2], *LLAMAS[3:5], *SPEEDRUNS
 
 
 @pytest.mark.parametrize("arch, precision, configs", [
-    ("sm_90a", "bf16", (LLAMAS[0], SPEEDRUNS[0])),
+    ("sm_90a", "bf16", (LLAMAS[0], SPEEDRUNS[0])), ("sm_75", "float32", (MODELS[2],)),
     *(pytest.param(*case, (*MOST, *DEEP[: 2 * (case[0] != "sm_75")]), marks=pytest.mark.large)
       for case in (("sm_75", "float32"), ("sm_80", "tf32"), ("sm_80", "bf16"), ("sm_90a", "bf16"),
                    ("sm_90a", "float32"), ("sm_100", "bf16")))],
@@ -278,12 +278,14 @@ def test_a_pass_does_not_depend_on_the_batch(decoders, config, dtype):
                 assert np.array_equal(all_rows[begin:end], some)
 
 
-@pytest.mark.parametrize("choice", (
-    Choice(), Choice(0.0), Choice(0.3), Choice(2.0, 1), Choice(1.0, 40), Choice(1.3, 999),
-    Choice(1.0, 5000),
-    Choice(1.0, 0, 0.9), Choice(0.7, 0, 1e-6), Choice(0.7, 100, 0.5)))
-@pytest.mark.parametrize("V, spread", ((50257, 3.0), (5000, 3.0), (1003, 0.01), (1003, 8.0),
-                                       (300, 0.0)))
+CHOICES = (Choice(), Choice(0.0), Choice(0.3), Choice(2.0), Choice(2.0, 1), Choice(1.0, 2),
+           Choice(1.0, 40), Choice(1.3, 999), Choice(1.0, 5000), Choice(1.0, 0, 0.9),
+           Choice(1.3, 0, 0.9), Choice(0.7, 0, 1e-30), Choice(0.7, 100, 0.5))
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("V, spread", ((50257, 3.0), (5000, 3.0), (1024, 3.0), (1003, 0.01),
+                                       (1003, 8.0), (300, 0.0)))
 def test_drawing(decoders, V, spread, choice):
     """The token is the one whose part of the running sum the coin falls into, among those that the
     choice leaves, up to rounding; the numbers of the next coin, the host's copies and the
@@ -295,6 +297,8 @@ def test_drawing(decoders, V, spread, choice):
     logits = np.full((B, Vp), 1e9, np.float32)  # the padding counts for nothing
     logits[:, :V] = rng.standard_normal((B, V), dtype=np.float32) * np.float32(spread)
     logits[: B // 2, :V] = np.round(logits[: B // 2, :V])  # many are equal, some are -0
+    logits[-9:, :V] -= np.log(np.arange(V) + 100)  # lower ids are likelier
+    logits[-3:, 7] = -1e15
     acts = decoder.acts
     randoms = generate.streams(7, B)
     acts.logits.set(logits)
@@ -341,17 +345,38 @@ def test_drawing(decoders, V, spread, choice):
 
 FAULTS = {  # in choosing: the right text of sample.cu, the fault, the choice that shows it
     "the last of the likeliest lost": ("tokens, top_k,", "tokens, top_k - 1,", Choice(1.0, 2)),
-    "one too many": ("tokens, top_k,", "tokens, top_k + 1,", Choice(1.0, 1)),
-    "all of a digit": ("(shift > 0 && at.count > 1)", "(false)", Choice(1.0, 40)),
-    "a digit without those before": ("target -= at.before", "target -= 0", Choice(1.0, 40)),
-    "half the nucleus": ("tokens, target,", "tokens, (target + 1) / 2,", Choice(0.7, 0, 0.5)),
-    "the nucleus of the few": ("if (top_k > 0 || tokens.few == 0) {", "{", Choice(1.3, 0, 0.9)),
-    "a tile of the few lost": ("near[place++] = threadIdx.x * EACH + i",
-                               "near[place++] = threadIdx.x * EACH", Choice(1.0, 40)),
+    "one too many": ("tokens, top_k,", "tokens, top_k + 1,", Choice(2.0, 1)),
+    "all of a digit": ("(shift > 0 && digit.count > 1)", "(false)", Choice(1.0, 40)),
+    "a digit without those before": ("target -= digit.before", "target -= 0", Choice(1.0, 40)),
+    "half the nucleus": ("tokens, target,", "tokens, (target + 1) / 2,", Choice(0.7, 100, 0.5)),
+    "the nucleus of the few": ("if (top_k > 0 || tokens.count == 0) {", "{",
+                               Choice(1.3, 0, 0.9)),
+    "an empty nucleus": ("max(uint64(1), uint64(double(whole) * top_p))",
+                         "uint64(double(whole) * top_p)", Choice(0.7, 0, 1e-30)),
+    "another token of a tile": ("ids[place] = begin + i", "ids[place] = begin", Choice(1.0, 40)),
     "tiles without the temperature": ("own[i].weight * exp", "own[i].sum * exp", Choice(2.0)),
-    "a thread's last tile lost": ("i < EACH; i++) {\n        plain",
-                                  "i < EACH - 1; i++) {\n        plain", Choice()),
+    "a thread's last tile lost": ("for (int i = 0; i < EACH; i++) {\n        if",
+                                  "for (int i = 0; i < EACH - 1; i++) {\n        if", Choice()),
 }
+
+
+def test_a_diverged_model_draws_a_token(decoders):
+    """One that exists, though all logits are NaN: steps that are under way read its embedding."""
+    V = 1024
+    decoder, _ = decoders(Config(8, V, 1, 1, 16, V), "float32", 1)
+    acts = decoder.acts
+    with decoder.device.stream:
+        acts.logits.fill(np.nan)
+        acts.tiles.fill(np.nan)
+        acts.tiles[..., 0] = -np.inf  # fmaxf drops NaN
+    for choice in CHOICES:
+        decoder.set(position=3, step=6, top_k=min(choice.top_k, V), top_p=choice.top_p,
+                    temperature=choice.temperature)
+        decode_sample(decoder.device, acts.tokens, acts.randoms, acts.control, decoder.drawn,
+                      decoder.logprobs, acts.logits, acts.tiles, 1)
+        decoder.device.stream.synchronize()
+        assert 0 <= acts.tokens[:1].get()[0] < V
+        assert np.isnan(decoder.logprobs[6 % len(decoder.logprobs), 0])
 
 
 @pytest.mark.parametrize("fault", FAULTS)

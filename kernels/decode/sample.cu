@@ -1,22 +1,19 @@
 // decode_sample: a block draws a sequence's next token. It reads what decode_logits has left of
 // each tile of logits, and then the logits of one thread's tiles. top_k and top_p look at the
-// likeliest few hundred tokens alone, in the tiles that have one of these; where they are too many,
-// or not enough, all logits are read several times. Latency bounds it, and barriers are most of
-// that. All sums have a fixed order or are of integers.
+// likeliest few hundred tokens alone, in the tiles that have one of these; where that is not
+// enough, all logits are read several times. Latency bounds it, and barriers are most of that. All
+// sums have a fixed order or are of integers.
 
 #include "decode/step.cuh"
 
 constexpr int SAMPLE_THREADS = DECODE_SAMPLE_THREADS;
 constexpr int KEY_BITS = 60, DIGIT_BITS = 10, ID_BITS = 20;
 constexpr uint64 ALL = ~0ull;
-// a thread has this many tiles, SPAN tokens
 constexpr int ROWS = DECODE_ROWS, TILES = Vp / ROWS;
+// of a thread: tiles, and tokens
 constexpr int EACH = (TILES + SAMPLE_THREADS - 1) / SAMPLE_THREADS, SPAN = EACH * ROWS;
-// So many threads' likeliest tokens are among the few: half of the threads, or two thirds of those
-// that have tiles. Of tokens in random order, the few are then hardly ever more than threads.
-constexpr int TWO_THIRDS = TILES / EACH * 2 / 3;
-constexpr int FEW = V <= SAMPLE_THREADS ? SAMPLE_THREADS  // all are
-                    : TWO_THIRDS < SAMPLE_THREADS / 2 ? TWO_THIRDS : SAMPLE_THREADS / 2;
+// A nucleus is looked for in the likeliest tokens of so many tiles.
+constexpr int WANTED = 600;
 static_assert(SAMPLE_THREADS == 32 * 32 && SAMPLE_THREADS == 1 << DIGIT_BITS,
               "a lane for each warp, a thread a digit");
 static_assert(V <= 1 << ID_BITS && KEY_BITS % DIGIT_BITS == 0,
@@ -24,10 +21,12 @@ static_assert(V <= 1 << ID_BITS && KEY_BITS % DIGIT_BITS == 0,
 static_assert(SPAN <= SAMPLE_THREADS, "a thread for each token of a thread");
 static_assert(Vp % 4 == 0 && ROWS % 4 == 0, "logits are read four at a time");
 
-// Of the x of this thread and those before it, and of all threads.
+// -------------------------------------------------------------------------------------------------
+// what all threads of the block do together
+
 template <class T>
 struct Sums {
-    T through, all;
+    T through, all;  // of this thread and those before it; of all threads
 };
 
 // In a fixed order.
@@ -52,21 +51,18 @@ __device__ inline Sums<T> scan_block(T x) {
     return {warp ? before + x : x, __shfl_sync(0xffffffff, through_warp, 31)};
 }
 
+// Of the other functions, no two calls are without a barrier in between.
 __device__ inline float block_max(float x) {
-    __shared__ int warp_maxima[32];
-    // as integers of the same order, of which a warp finds the largest by one instruction
-    const auto ordered = [](int bits) { return bits < 0 ? bits ^ 0x7fffffff : bits; };
-    const int of_warp = __reduce_max_sync(0xffffffff, ordered(__float_as_int(x)));
+    __shared__ float warp_maxima[32];
+    x = warp_max(x);
+    if (threadIdx.x % 32 == 0) warp_maxima[threadIdx.x / 32] = x;
     __syncthreads();
-    if (threadIdx.x % 32 == 0) warp_maxima[threadIdx.x / 32] = of_warp;
-    __syncthreads();
-    return __int_as_float(ordered(__reduce_max_sync(0xffffffff, warp_maxima[threadIdx.x % 32])));
+    return warp_max(warp_maxima[threadIdx.x % 32]);
 }
 
 // One thread's x, for all.
 __device__ inline float broadcast(float x, int thread) {
     __shared__ float shared;
-    __syncthreads();
     if (threadIdx.x == thread) shared = x;
     __syncthreads();
     return shared;
@@ -74,45 +70,60 @@ __device__ inline float broadcast(float x, int thread) {
 
 // The first thread for which `is_it`, else the last one with `else_it`, else 0.
 __device__ inline int first_thread(bool is_it, bool else_it) {
-    __shared__ int firsts[32], lasts[32];
+    __shared__ uint32 its[32], elses[32];  // a bit for each lane of a warp
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const uint32 its = __ballot_sync(0xffffffff, is_it);
-    const uint32 elses = __ballot_sync(0xffffffff, else_it);
-    __syncthreads();  // all have read what the call before wrote
-    if (lane == 0) {
-        firsts[warp] = its ? 32 * warp + __ffs(its) - 1 : SAMPLE_THREADS;
-        lasts[warp] = elses ? 32 * warp + 31 - __clz(elses) : 0;
-    }
+    const uint32 own_its = __ballot_sync(0xffffffff, is_it);
+    const uint32 own_elses = __ballot_sync(0xffffffff, else_it);
+    if (lane == 0) its[warp] = own_its, elses[warp] = own_elses;
     __syncthreads();
-    const int first = __reduce_min_sync(0xffffffff, firsts[lane]);
-    return first < SAMPLE_THREADS ? first : __reduce_max_sync(0xffffffff, lasts[lane]);
+    const uint32 with_its = __ballot_sync(0xffffffff, its[lane]);
+    const uint32 with_elses = __ballot_sync(0xffffffff, elses[lane]);
+    const int first = __ffs(with_its) - 1, last = 31 - __clz(with_elses);
+    if (with_its) return 32 * first + __ffs(its[first]) - 1;
+    return with_elses ? 32 * last + 31 - __clz(elses[last]) : 0;
 }
 
-// At least `wanted` threads' x (0 or more) are not above it: the smallest such number, or up to
-// 2 percent more.
-__device__ inline float reach_of(float x, int wanted) {
-    constexpr int EXACT_BITS = 14;
-    uint32 bits = 0;  // positive floats are ordered as their bits are
-    for (int bit = 30; bit > 30 - EXACT_BITS; bit--) {
-        const uint32 higher = bits | 1u << bit;
-        if (__syncthreads_count(__float_as_uint(x) < higher) < wanted) bits = higher;
-    }
-    return __uint_as_float(bits | ((1u << (31 - EXACT_BITS)) - 1));
+// -------------------------------------------------------------------------------------------------
+// choosing, as radix sort would, by counting digits; but of a key, the digits that matter alone
+
+// By a digit: how many have it, and the sum of their weights, integers. 0 but where they are used.
+__shared__ int digit_counts[SAMPLE_THREADS];
+__shared__ uint64 digit_weights[SAMPLE_THREADS];
+
+struct Digit {
+    int value, count;
+    uint64 before;  // the sum of the lower digits
+};
+
+// The digit through which counts, or weights, add up to `target` or more; false if all are less.
+__device__ inline bool find_digit(Digit& found, uint64 target, bool counts) {
+    __shared__ Digit shared;
+    __syncthreads();  // all have added theirs
+    const int count = digit_counts[threadIdx.x];
+    const uint64 own = counts ? count : digit_weights[threadIdx.x];
+    digit_counts[threadIdx.x] = digit_weights[threadIdx.x] = 0;
+    const Sums<uint64> sums = scan_block(own);
+    if (sums.all < target) return false;
+    const uint64 before = sums.through - own;
+    if (before < target && target <= sums.through) shared = {int(threadIdx.x), count, before};
+    __syncthreads();
+    found = shared;
+    return true;
 }
 
 // The tokens of which one is drawn: all, or a few, one a thread.
 struct Tokens {
     const float* logits;  // (V)
-    int few;              // how many, else 0
-    float reach;          // of these: none is further from the largest logit
+    float key_scale;      // see key
+    int count;            // of the few, else 0
     int id;               // these two: of the thread's one
     float logit;
 
     // f(id, logit) for each of this thread's, in an order that makes reading fast.
     template <class F>
     __device__ void for_each(const F& f) const {
-        if (threadIdx.x < few) f(id, logit);
-        if (few == 0) for_all(4 * threadIdx.x, V, 4 * SAMPLE_THREADS, f);
+        if (threadIdx.x < count) f(id, logit);
+        if (count == 0) for_all(4 * threadIdx.x, V, 4 * SAMPLE_THREADS, f);
     }
     // Of all, for four at `begin`, four at begin + step, and so on up to `end`; begin and step are
     // multiples of 4.
@@ -130,43 +141,31 @@ struct Tokens {
     }
 };
 
-// By a digit of the key; 0 outside find_key. In a template, there would be one for each of its
-// types.
-__shared__ uint64 digit_weights[SAMPLE_THREADS];
-__shared__ int digit_counts[SAMPLE_THREADS];
-
-// found = the key up to which the weights add up to `target` or more, lower keys first: radix sort's
-// first half, from the highest digit on. False if all weights are less. They are integers: the order
-// of additions does not matter.
+// found = the key through which the number of tokens (counts), or their weights, add up to `target`
+// or more, lower keys first; false if all are less.
 template <class Key, class Weight>
-__device__ inline bool find_key(uint64& found, const Tokens& tokens, uint64 target, const Key& key,
-                                const Weight& weight) {
-    __shared__ struct { int digit, count; uint64 before; } at;
-    uint64 known = 0;  // the digits so far
+__device__ inline bool find_key(uint64& found, const Tokens& tokens, uint64 target, bool counts,
+                                const Key& key, const Weight& weight) {
+    uint64 known = 0;  // the digits so far, from the highest on
     int shift = KEY_BITS;
+    Digit digit;
     do {
         shift -= DIGIT_BITS;
         tokens.for_each([&](int v, float x) {
             const uint64 digits = key(v, x) >> shift;
             if (digits >> DIGIT_BITS != known) return;
-            atomicAdd(digit_weights + digits % SAMPLE_THREADS, weight(v, x));
             atomicAdd(digit_counts + digits % SAMPLE_THREADS, 1);
+            if (!counts) atomicAdd(digit_weights + digits % SAMPLE_THREADS, weight(v, x));
         });
-        __syncthreads();
-        const uint64 mine = digit_weights[threadIdx.x];
-        const int count = digit_counts[threadIdx.x];
-        digit_weights[threadIdx.x] = digit_counts[threadIdx.x] = 0;  // for the next digit
-        const Sums<uint64> sums = scan_block(mine);
-        if (sums.all < target) return false;
-        if (sums.through >= target && sums.through - mine < target)
-            at = {int(threadIdx.x), count, sums.through - mine};
-        __syncthreads();
-        target -= at.before;
-        known = known << DIGIT_BITS | at.digit;
-    } while (shift > 0 && at.count > 1);
+        if (!find_digit(digit, target, counts)) return false;
+        target -= digit.before;
+        known = known << DIGIT_BITS | digit.value;
+    } while (shift > 0 && digit.count > 1);
     found = ((known + 1) << shift) - 1;
     return true;
 }
+
+// -------------------------------------------------------------------------------------------------
 
 // xorshift64*: the next 24 random bits as a float in [0, 1).
 __device__ inline float next_coin(uint64& state) {
@@ -181,8 +180,6 @@ __device__ inline float next_coin(uint64& state) {
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
 decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, float* logprobs,
               const float* logits, const TileOfLogits* tiles, int ring) {
-    constexpr uint64 ONE = 1ull << 40;  // of the integers that stand for probabilities
-    let_next_begin();
     const int b = blockIdx.x, step = control->step;
     const float temperature = control->temperature;
     // Without a temperature, only the likeliest token may be drawn, the first of equal ones.
@@ -191,7 +188,7 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     logits += int64(b) * Vp, tiles += int64(b) * TILES;
     uint64 random = randoms[b];
     const float coin = next_coin(random);
-    digit_weights[threadIdx.x] = digit_counts[threadIdx.x] = 0;
+    digit_counts[threadIdx.x] = digit_weights[threadIdx.x] = 0;
     wait_for_inputs();
 
     TileOfLogits own[EACH];
@@ -207,6 +204,7 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     float mine = 0.0f, plain = 0.0f;  // the latter: for log-probabilities
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
+        if (own[i].sum == 0.0f) continue;  // it has no token
         plain += own[i].sum * expf(own[i].largest - largest);
         if (temperature == 0.0f) mine += own[i].largest == largest;
         else mine += own[i].weight * exponential(own[i].largest);
@@ -214,23 +212,37 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     const float log_sum = logf(scan_block(plain).all);
     Sums<float> sums = scan_block(mine);
 
-    // The few likeliest tokens: those not further than `reach` from the largest logit, in the order
-    // of ids. None if they are more than threads.
-    Tokens tokens = {logits, 0, 0.0f, 0, 0.0f};
+    // Distances from the largest logit are cut into digits. Beyond those, probabilities are 0.
+    const float digits_per_logit = SAMPLE_THREADS / (64.0f * temperature);
+    const auto digit_of = [&](float x) { return (largest - x) * digits_per_logit; };
+    const auto key_scale = [&](int digits) {
+        return 0.999f * (1ull << (KEY_BITS - ID_BITS)) / digits * digits_per_logit;
+    };
+    const Tokens all = {logits, key_scale(SAMPLE_THREADS), 0, 0, 0.0f};
+    Tokens tokens = all;
+
+    // tokens = the few likeliest, in the order of ids: all up to the digit that `wanted` tiles
+    // reach. If they are more than threads, it stays as it is.
     const auto find_few = [&](int wanted) {
         __shared__ int near[SAMPLE_THREADS];  // tiles that have one of them
         __shared__ int ids[SAMPLE_THREADS];
-        __shared__ float few[SAMPLE_THREADS];
-        const float reach = V <= SAMPLE_THREADS ? INFINITE : reach_of(largest - best, wanted);
+        __shared__ float near_logits[SAMPLE_THREADS];
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const float digit = digit_of(own[i].largest);
+            if (digit < SAMPLE_THREADS) atomicAdd(digit_counts + int(digit), 1);
+        }
+        Digit last;
+        const int digits = find_digit(last, wanted, true) ? last.value + 1 : SAMPLE_THREADS;
         int count = 0;
 #pragma unroll
-        for (int i = 0; i < EACH; i++) count += largest - own[i].largest <= reach;
+        for (int i = 0; i < EACH; i++) count += digit_of(own[i].largest) < digits;
         const Sums<int> of_tiles = scan_block(count);
         if (of_tiles.all > SAMPLE_THREADS) return;
         int place = of_tiles.through - count;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            if (largest - own[i].largest <= reach) near[place++] = threadIdx.x * EACH + i;
+            if (digit_of(own[i].largest) < digits) near[place++] = threadIdx.x * EACH + i;
         }
         __syncthreads();
         // a thread for each of these tiles
@@ -241,7 +253,7 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
             const float4 quad = *reinterpret_cast<const float4*>(logits + begin + i);
             row[i] = quad.x, row[i + 1] = quad.y, row[i + 2] = quad.z, row[i + 3] = quad.w;
         }
-        const auto is_near = [&](int i) { return begin + i < V && largest - row[i] <= reach; };
+        const auto is_near = [&](int i) { return begin + i < V && digit_of(row[i]) < digits; };
         count = 0;
 #pragma unroll
         for (int i = 0; i < ROWS; i++) count += is_near(i);
@@ -252,55 +264,51 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
         for (int i = 0; i < ROWS; i++) {
             if (!is_near(i)) continue;
             ids[place] = begin + i;
-            few[place++] = row[i];
+            near_logits[place++] = row[i];
         }
         __syncthreads();
-        tokens.few = of_tokens.all, tokens.reach = reach;
-        if (threadIdx.x < tokens.few) tokens.id = ids[threadIdx.x], tokens.logit = few[threadIdx.x];
+        tokens.count = of_tokens.all, tokens.key_scale = key_scale(digits);
+        if (threadIdx.x >= tokens.count) return;
+        tokens.id = ids[threadIdx.x], tokens.logit = near_logits[threadIdx.x];
     };
 
     // A token's key is smaller the likelier the token, and of equally likely ones for a lower id.
-    // It is proportional to the distance from the largest logit: no digit has most of the tokens.
-    float scale;
-    uint64 last = ALL;  // key of those that are kept
-    const auto key = [&](int v, float x) { return uint64((largest - x) * scale) << ID_BITS | v; };
+    uint64 last_kept = ALL;
+    const auto key = [&](int v, float x) {
+        return uint64(fminf((largest - x) * tokens.key_scale, 0x2p40f)) << ID_BITS | v;
+    };
     const auto weight = [&](int v, float x) {
         if (temperature == 0.0f) return x == largest ? 1.0f : 0.0f;
-        return last == ALL || key(v, x) <= last ? exponential(x) : 0.0f;
+        return last_kept == ALL || key(v, x) <= last_kept ? exponential(x) : 0.0f;
     };
     // Keeps the likeliest top_k of the tokens, and of them the fewest that have top_p of their
     // probability; false if others than the few may belong to these.
     const auto keep = [&] {
-        const auto in_integers = [&](float weight) { return uint64(weight * ONE); };
-        const auto part = [&](int v, float x) { return in_integers(weight(v, x)); };
-        float farthest = tokens.reach;
-        if (tokens.few == 0 || farthest == INFINITE) {
-            farthest = 0.0f;
-            tokens.for_each([&](int, float x) { farthest = fmaxf(farthest, largest - x); });
-            farthest = block_max(farthest);
-        }
-        scale = 0.999f * (1ull << (KEY_BITS - ID_BITS)) / fmaxf(farthest, 1e-20f);
-        if (top_k > 0) find_key(last, tokens, top_k, key, [](int, float) { return uint64(1); });
+        const auto as_integer = [](float x) { return uint64(x * float(1ull << 40)); };
+        const auto part = [&](int v, float x) { return as_integer(weight(v, x)); };
+        if (top_k > 0 && !find_key(last_kept, tokens, top_k, true, key, part) && tokens.count > 0)
+            return false;
         if (top_p == 1.0f) return true;
-        uint64 whole = in_integers(sums.all);
-        if (top_k > 0 || tokens.few == 0) {
-            uint64 mine = 0;
-            tokens.for_each([&](int v, float x) { mine += part(v, x); });
-            whole = scan_block(mine).all;
+        uint64 whole = as_integer(sums.all);
+        if (top_k > 0 || tokens.count == 0) {
+            uint64 kept = 0;
+            tokens.for_each([&](int v, float x) { kept += part(v, x); });
+            whole = scan_block(kept).all;
         }
         const uint64 target = max(uint64(1), uint64(double(whole) * top_p));
-        return find_key(last, tokens, target, key, part);
+        return find_key(last_kept, tokens, target, false, key, part);
     };
     if (top_k > 0 || top_p < 1.0f) {
-        const int wanted = top_k > 0 ? top_k : FEW;  // of a nucleus, nobody knows how large it is
-        if (wanted <= FEW) find_few(wanted);
+        // fewer where likely tokens are neighbors: their tiles have many of them
+        for (int wanted = top_k > 0 ? top_k : WANTED;
+             tokens.count == 0 && wanted > 0 && wanted <= WANTED; wanted /= 4) find_few(wanted);
         if (!keep()) {
-            tokens.few = 0;
+            tokens = all;
             keep();
         }
         mine = 0.0f;
-        if (threadIdx.x < tokens.few) mine = weight(tokens.id, tokens.logit);
-        if (tokens.few == 0) {
+        if (threadIdx.x < tokens.count) mine = weight(tokens.id, tokens.logit);
+        if (tokens.count == 0) {
             tokens.for_all(threadIdx.x * SPAN, (threadIdx.x + 1) * SPAN, 4,
                            [&](int v, float x) { mine += weight(v, x); });
         }
@@ -314,7 +322,7 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
         return first_thread(mine > 0.0f && sums.through > target, mine > 0.0f);
     };
     int thread = find_thread();
-    if (tokens.few == 0) {  // it has several tokens: now a thread for each of them
+    if (tokens.count == 0) {  // it has several tokens: now a thread for each of them
         target -= broadcast(sums.through - mine, thread);
         tokens.id = thread * SPAN + threadIdx.x;
         const bool is_one = threadIdx.x < SPAN && tokens.id < V;

@@ -57,8 +57,8 @@ __device__ inline void let_next_begin() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-// Until then, nothing that this pass writes may be read. Control is: only the last kernel of a step
-// writes it.
+// Until then, nothing that this pass writes may be read, and nothing written. Control may be read:
+// only a step's last kernel writes it, and a step begins when the one before has ended.
 __device__ inline void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
