@@ -217,8 +217,8 @@ TABLES = {
                    or name != "eager"),
                  *(Job("gpu", "ours", "bfloat16", 64, T, recompute=recompute)
                    for recompute in (1, 2))],
-    "models": [Job("gpu", "ours", "bfloat16", B, T, model) for model in ("355M", "774M", "1558M")
-               for B in (4, 16)],
+    "models": [Job("gpu", "ours", "bfloat16", B, T, model)
+               for model, B in itertools.product(("355M", "774M", "1558M"), (4, 16))],
     "fp8": [Job("gpu", "ours", "fp8", B, T) for B in BATCHES],  # on Hopper
     # on GPUs without bfloat16
     "float32": [Job("gpu", name, "float32", B, T) for B in (1, 4, 8)

@@ -131,7 +131,8 @@ def line_to_send(machine, results):
         if ours:
             figures.append(f"B={B} {ours[0]:.2f}" + (f" ({min(theirs):.2f})" if theirs else ""))
     precision = results[0][0].precision
-    return f"{machine}; driver {driver_version()}; {precision}, ms (PyTorch's): {', '.join(figures)}"
+    return (f"{machine}; driver {driver_version()}; {precision}, ms (PyTorch's):"
+            f" {', '.join(figures)}")
 
 
 # --------------------------------------------------------------------------------------------------

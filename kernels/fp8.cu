@@ -87,8 +87,8 @@ quantize(unsigned char* plain, unsigned char* transposed, const element* inp, co
 // (HISTORY,count): those of the last updates, a row an update in turn; updates: how many there
 // were. A scale is the power of 2 that takes the history's largest to 112 .. 224, half of what E4M3
 // has, a 256th of what E5M2 has, because the next update's may be larger. Non-finite values are
-// ignored. reports (2,2): pinned memory of the host, the counts of updates with even and odd numbers.
-// largest and counts are 0 afterwards.
+// ignored. reports (2,2): pinned memory of the host, the counts of updates with even and odd
+// numbers. largest and counts are 0 afterwards.
 extern "C" __global__ void prepare_scales(float* scales, float* history, int* largest, int* updates,
                                           int64* counts, int64* reports, int count) {
     const int newest = *updates % HISTORY;

@@ -247,11 +247,11 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
         __syncthreads();
         // a thread for each of these tiles
         const int begin = threadIdx.x < of_tiles.all ? near[threadIdx.x] * ROWS : V;
-        float row[ROWS];
+        alignas(16) float row[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS && begin < V; i += 4) {
-            const float4 quad = *reinterpret_cast<const float4*>(logits + begin + i);
-            row[i] = quad.x, row[i + 1] = quad.y, row[i + 2] = quad.z, row[i + 3] = quad.w;
+            *reinterpret_cast<float4*>(row + i) =
+                *reinterpret_cast<const float4*>(logits + begin + i);
         }
         const auto is_near = [&](int i) { return begin + i < V && digit_of(row[i]) < digits; };
         count = 0;
@@ -267,9 +267,11 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
             near_logits[place++] = row[i];
         }
         __syncthreads();
-        tokens.count = of_tokens.all, tokens.key_scale = key_scale(digits);
+        tokens.count = of_tokens.all;
+        tokens.key_scale = key_scale(digits);
         if (threadIdx.x >= tokens.count) return;
-        tokens.id = ids[threadIdx.x], tokens.logit = near_logits[threadIdx.x];
+        tokens.id = ids[threadIdx.x];
+        tokens.logit = near_logits[threadIdx.x];
     };
 
     // A token's key is smaller the likelier the token, and of equally likely ones for a lower id.
@@ -300,8 +302,11 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     };
     if (top_k > 0 || top_p < 1.0f) {
         // fewer where likely tokens are neighbors: their tiles have many of them
-        for (int wanted = top_k > 0 ? top_k : WANTED;
-             tokens.count == 0 && wanted > 0 && wanted <= WANTED; wanted /= 4) find_few(wanted);
+        int wanted = top_k > 0 ? top_k : WANTED;
+        while (tokens.count == 0 && wanted > 0 && wanted <= WANTED) {
+            find_few(wanted);
+            wanted /= 4;
+        }
         if (!keep()) {
             tokens = all;
             keep();
@@ -332,7 +337,8 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
         thread = find_thread();
     }
     if (threadIdx.x != thread) return;
-    next_tokens[b] = tokens.id, randoms[b] = random;
+    next_tokens[b] = tokens.id;
+    randoms[b] = random;
     drawn[step % ring * gridDim.x + b] = tokens.id;
     logprobs[step % ring * gridDim.x + b] = tokens.logit - largest - log_sum;
     __threadfence();
