@@ -9,8 +9,7 @@ Benchmarks against PyTorch and others on this machine. Nothing else should run a
     python dev/bench.py scale       # training on 1, 2, 4, ... GPUs of this machine
     python dev/bench.py memory      # which batches fit into a card's memory, computed
 
-`make bench` runs one of the first two, and prints tables in Markdown. The flags of each:
-`python dev/bench.py COMMAND --help`.
+`make bench` runs one of the first two. Tables are Markdown; COMMAND --help lists flags.
 """
 
 import argparse
@@ -38,7 +37,8 @@ from tqdm import tqdm
 import profile_gpu
 import train_gpt2_cuda as cuda
 from bench_kernels import bench_attention, bench_matmul
-from bench_runs import RUNS, bench_generate, bench_memory, bench_scale, line_to_send, times_of
+from bench_runs import (RUNS, bench_generate, bench_memory, bench_scale, line_to_send, positive,
+                        times_of)
 from llmc.checkpoint import padded
 from llmc.errors import run_main
 from llmc.gpu.device import count_gpus, cp, gpu_errors_as_lines, open_gpu
@@ -416,21 +416,21 @@ def parse_arguments(argv=None):
         add("--worker", nargs=7, help=argparse.SUPPRESS)
     add("--only", choices=tuple(TABLES), help="one table")
     add = command(bench_attention)
-    add("--heads", type=int, default=12, help="NH (default: 12)")
-    add("-C", type=int, default=768, help="channels (default: 768)")
-    add("-b", type=int, nargs="+", default=(1, 4, 16, 64), help="batch sizes")
-    add("-t", type=int, nargs="+", default=(256, 1024, 4096), help="lengths")
+    add("--heads", type=positive, default=12, help="NH (default: 12)")
+    add("-C", type=positive, default=768, help="channels (default: 768)")
+    add("-b", type=positive, nargs="+", default=(1, 4, 16, 64), help="batch sizes")
+    add("-t", type=positive, nargs="+", default=(256, 1024, 4096), help="lengths")
     for run in (bench_matmul, bench_generate):
         add = command(run)
         add("--model", choices=tuple(SIZES), default="d12", help="(default: d12)")
-        add("-b", type=int, nargs="+", default=BATCHES if run == bench_matmul else (1, 8, 64),
+        add("-b", type=positive, nargs="+", default=BATCHES if run == bench_matmul else (1, 8, 64),
             help="batch sizes")
         if run == bench_matmul:
             add("--dtype", choices=("auto", "bfloat16", "fp8", "float32"), default="auto",
                 help="(default: auto)")
     command(bench_memory)
     add = command(bench_scale)
-    add("--gpus", type=int, nargs="+", help="numbers of GPUs (default: 1, 2, 4, ... of all)")
+    add("--gpus", type=positive, nargs="+", help="numbers of GPUs (default: 1, 2, 4, ... of all)")
     add("--only", nargs="*", choices=tuple(RUNS), default=tuple(RUNS),
         help="which runs (default: all)")
     return parser.parse_args(argv)

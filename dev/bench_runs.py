@@ -34,6 +34,14 @@ from train_gpt2 import SIZES, Config, Decoder, random_model
 V, T = 50257, 1024
 
 
+def positive(text):
+    """A flag's integer, 1 or more."""
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
 def times_of(call, warmup, count):
     """The seconds of each of `count` calls, after a few to warm up."""
     found = []

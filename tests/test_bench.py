@@ -279,6 +279,14 @@ def test_the_walkthrough_has_the_kernels_of_a_step_in_order(fake_gpu):
     assert [name if "batch" not in name else "copy_batch" for name in rows] == step
 
 
+@pytest.mark.parametrize("flags", (("generate", "-b", "0"), ("attention", "-t", "8", "-1"),
+                                   ("scale", "--gpus", "x")))
+def test_numbers_of_the_benchmarks_are_positive(capsys, flags):
+    with pytest.raises(SystemExit):
+        bench.parse_arguments(flags)
+    assert f"argument {flags[1]}: invalid positive value: '{flags[-1]}'" in capsys.readouterr().err
+
+
 def test_the_line_to_send_in(monkeypatch):
     """A batch that does not fit is left out; PyTorch's figure is its best."""
     monkeypatch.setattr(bench_runs.subprocess, "run",
@@ -290,8 +298,8 @@ def test_the_line_to_send_in(monkeypatch):
                    ("compile", 32, -1, {"failed": "out of memory"}),
                    ("ours", 32, 1, {"ms": 51.0}), ("ours", 64, -1, {"failed": "out of memory"}))]
     assert (bench_runs.line_to_send("A card, sm_89; 2026-11-29", results)
-            == "A card, sm_89; 2026-11-29; driver 580.1; bfloat16, ms (PyTorch's): B=4 7.33 (11.02),"
-               " B=32 49.30")
+            == "A card, sm_89; 2026-11-29; driver 580.1; bfloat16, ms (PyTorch's):"
+               " B=4 7.33 (11.02), B=32 49.30")
 
 
 def test_a_card_without_bfloat16_is_measured_in_float32(monkeypatch, capsys):
