@@ -12,7 +12,7 @@ constexpr uint64 ALL = ~0ull;
 constexpr int ROWS = DECODE_ROWS, TILES = Vp / ROWS;
 // of a thread: tiles, and tokens
 constexpr int EACH = (TILES + SAMPLE_THREADS - 1) / SAMPLE_THREADS, SPAN = EACH * ROWS;
-// A nucleus is looked for in the likeliest tokens of so many tiles.
+// Tiles in which a nucleus is looked for where those that have its probability are too many.
 constexpr int WANTED = 600;
 static_assert(SAMPLE_THREADS == 32 * 32 && SAMPLE_THREADS == 1 << DIGIT_BITS,
               "a lane for each warp, a thread a digit");
@@ -88,41 +88,45 @@ __device__ inline int first_thread(bool is_it, bool else_it) {
 
 // By a digit: how many have it, and the sum of their weights, integers. 0 but where they are used.
 __shared__ int digit_counts[SAMPLE_THREADS];
-__shared__ uint64 digit_weights[SAMPLE_THREADS];
+__shared__ uint32 digit_weights[SAMPLE_THREADS];
 
 struct Digit {
     int value, count;
-    uint64 before;  // the sum of the lower digits
+    uint32 before;  // the sum of the lower digits
 };
 
 // The digit through which counts, or weights, add up to `target` or more; false if all are less.
-__device__ inline bool find_digit(Digit& found, uint64 target, bool counts) {
+__device__ inline bool find_digit(Digit& found, uint32 target, bool counts) {
     __shared__ Digit shared;
     __syncthreads();  // all have added theirs
     const int count = digit_counts[threadIdx.x];
-    const uint64 own = counts ? count : digit_weights[threadIdx.x];
+    const uint32 own = counts ? count : digit_weights[threadIdx.x];
     digit_counts[threadIdx.x] = digit_weights[threadIdx.x] = 0;
-    const Sums<uint64> sums = scan_block(own);
+    const Sums<uint32> sums = scan_block(own);
     if (sums.all < target) return false;
-    const uint64 before = sums.through - own;
+    const uint32 before = sums.through - own;
     if (before < target && target <= sums.through) shared = {int(threadIdx.x), count, before};
     __syncthreads();
     found = shared;
     return true;
 }
 
+struct Token {
+    int id;
+    float logit;
+};
+
 // The tokens of which one is drawn: all, or a few, one a thread.
 struct Tokens {
     const float* logits;  // (V)
     float key_scale;      // see key
     int count;            // of the few, else 0
-    int id;               // these two: of the thread's one
-    float logit;
+    Token own;            // the thread's one
 
     // f(id, logit) for each of this thread's, in an order that makes reading fast.
     template <class F>
     __device__ void for_each(const F& f) const {
-        if (threadIdx.x < count) f(id, logit);
+        if (threadIdx.x < count) f(own.id, own.logit);
         if (count == 0) for_all(4 * threadIdx.x, V, 4 * SAMPLE_THREADS, f);
     }
     // Of all, for four at `begin`, four at begin + step, and so on up to `end`; begin and step are
@@ -144,7 +148,7 @@ struct Tokens {
 // found = the key through which the number of tokens (counts), or their weights, add up to `target`
 // or more, lower keys first; false if all are less.
 template <class Key, class Weight>
-__device__ inline bool find_key(uint64& found, const Tokens& tokens, uint64 target, bool counts,
+__device__ inline bool find_key(uint64& found, const Tokens& tokens, uint32 target, bool counts,
                                 const Key& key, const Weight& weight) {
     uint64 known = 0;  // the digits so far, from the highest on
     int shift = KEY_BITS;
@@ -201,16 +205,21 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     }
     const float largest = block_max(best);
     const auto exponential = [&](float x) { return expf((x - largest) / temperature); };
-    float mine = 0.0f, plain = 0.0f;  // the latter: for log-probabilities
+    float weights[EACH] = {}, mine = 0.0f;  // of this thread's tiles; their sum
+    float plain = 0.0f;                     // the same without a temperature
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         if (own[i].sum == 0.0f) continue;  // it has no token
-        plain += own[i].sum * expf(own[i].largest - largest);
-        if (temperature == 0.0f) mine += own[i].largest == largest;
-        else mine += own[i].weight * exponential(own[i].largest);
+        weights[i] = own[i].sum * expf(own[i].largest - largest);
+        plain += weights[i];
+        if (temperature == 0.0f) weights[i] = own[i].largest == largest;
+        else if (temperature != 1.0f) weights[i] = own[i].weight * exponential(own[i].largest);
+        mine += weights[i];
     }
-    const float log_sum = logf(scan_block(plain).all);
     Sums<float> sums = scan_block(mine);
+    // All integer weights add up to 2^31, but for rounding: less than 2^-32 is nothing.
+    const float integer_scale = 0x1p31f / sums.all;
+    const float log_sum = logf(temperature == 1.0f ? sums.all : scan_block(plain).all);
 
     // Distances from the largest logit are cut into digits. Beyond those, probabilities are 0.
     const float digits_per_logit = SAMPLE_THREADS / (64.0f * temperature);
@@ -218,22 +227,26 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     const auto key_scale = [&](int digits) {
         return 0.999f * (1ull << (KEY_BITS - ID_BITS)) / digits * digits_per_logit;
     };
-    const Tokens all = {logits, key_scale(SAMPLE_THREADS), 0, 0, 0.0f};
+    const Tokens all = {logits, key_scale(SAMPLE_THREADS), 0, {}};
     Tokens tokens = all;
 
-    // tokens = the few likeliest, in the order of ids: all up to the digit that `wanted` tiles
-    // reach. If they are more than threads, it stays as it is.
+    // tokens = the few likeliest, in the order of ids: all up to the digit of the `wanted`-th tile
+    // or, if wanted is 0, that of the tile with which tiles have top_p of the probability and a
+    // quarter of the rest, for not all their tokens are likely. If these are more than threads,
+    // tokens stays as it is.
     const auto find_few = [&](int wanted) {
-        __shared__ int near[SAMPLE_THREADS];  // tiles that have one of them
-        __shared__ int ids[SAMPLE_THREADS];
-        __shared__ float near_logits[SAMPLE_THREADS];
+        __shared__ int near[SAMPLE_THREADS];    // tiles that have one of them
+        __shared__ Token few[SAMPLE_THREADS];
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const float digit = digit_of(own[i].largest);
-            if (digit < SAMPLE_THREADS) atomicAdd(digit_counts + int(digit), 1);
+            if (!(digit < SAMPLE_THREADS)) continue;  // nor NaN
+            if (wanted) atomicAdd(digit_counts + int(digit), 1);
+            else atomicAdd(digit_weights + int(digit), __float2uint_rn(weights[i] * integer_scale));
         }
         Digit last;
-        const int digits = find_digit(last, wanted, true) ? last.value + 1 : SAMPLE_THREADS;
+        const uint32 target = wanted ? wanted : uint32(0x1p31f * (0.75f * top_p + 0.25f));
+        const int digits = find_digit(last, target, wanted > 0) ? last.value + 1 : SAMPLE_THREADS;
         int count = 0;
 #pragma unroll
         for (int i = 0; i < EACH; i++) count += digit_of(own[i].largest) < digits;
@@ -245,33 +258,38 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
             if (digit_of(own[i].largest) < digits) near[place++] = threadIdx.x * EACH + i;
         }
         __syncthreads();
-        // a thread for each of these tiles
-        const int begin = threadIdx.x < of_tiles.all ? near[threadIdx.x] * ROWS : V;
-        alignas(16) float row[ROWS];
+        // a thread for each half of these tiles
+        constexpr int HALF = ROWS / 2;
+        int found = 0;
+#pragma unroll 1
+        for (int first = 0; first < 2 * of_tiles.all; first += SAMPLE_THREADS) {
+            const int half = first + threadIdx.x;
+            const int begin =
+                half < 2 * of_tiles.all ? near[half / 2] * ROWS + half % 2 * HALF : V;
+            alignas(16) float row[HALF];
 #pragma unroll
-        for (int i = 0; i < ROWS && begin < V; i += 4) {
-            *reinterpret_cast<float4*>(row + i) =
-                *reinterpret_cast<const float4*>(logits + begin + i);
-        }
-        const auto is_near = [&](int i) { return begin + i < V && digit_of(row[i]) < digits; };
-        count = 0;
+            for (int i = 0; i < HALF && begin < V; i += 4) {
+                *reinterpret_cast<float4*>(row + i) =
+                    *reinterpret_cast<const float4*>(logits + begin + i);
+            }
+            const auto is_near = [&](int i) { return begin + i < V && digit_of(row[i]) < digits; };
+            count = 0;
 #pragma unroll
-        for (int i = 0; i < ROWS; i++) count += is_near(i);
-        const Sums<int> of_tokens = scan_block(count);
-        if (of_tokens.all > SAMPLE_THREADS) return;
-        place = of_tokens.through - count;
+            for (int i = 0; i < HALF; i++) count += is_near(i);
+            const Sums<int> of_tokens = scan_block(count);
+            if (found + of_tokens.all > SAMPLE_THREADS) return;
+            place = found + of_tokens.through - count;
 #pragma unroll
-        for (int i = 0; i < ROWS; i++) {
-            if (!is_near(i)) continue;
-            ids[place] = begin + i;
-            near_logits[place++] = row[i];
+            for (int i = 0; i < HALF; i++) {
+                if (is_near(i)) few[place++] = {begin + i, row[i]};
+            }
+            found += of_tokens.all;
         }
         __syncthreads();
-        tokens.count = of_tokens.all;
+        tokens.count = found;
         tokens.key_scale = key_scale(digits);
-        if (threadIdx.x >= tokens.count) return;
-        tokens.id = ids[threadIdx.x];
-        tokens.logit = near_logits[threadIdx.x];
+        if (threadIdx.x >= found) return;
+        tokens.own = few[threadIdx.x];
     };
 
     // A token's key is smaller the likelier the token, and of equally likely ones for a lower id.
@@ -286,23 +304,25 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     // Keeps the likeliest top_k of the tokens, and of them the fewest that have top_p of their
     // probability; false if others than the few may belong to these.
     const auto keep = [&] {
-        const auto as_integer = [](float x) { return uint64(x * float(1ull << 40)); };
-        const auto part = [&](int v, float x) { return as_integer(weight(v, x)); };
+        const auto part = [&](int v, float x) {
+            return __float2uint_rn(weight(v, x) * integer_scale);
+        };
         if (top_k > 0 && !find_key(last_kept, tokens, top_k, true, key, part) && tokens.count > 0)
             return false;
         if (top_p == 1.0f) return true;
-        uint64 whole = as_integer(sums.all);
+        uint32 whole = 1u << 31;
         if (top_k > 0 || tokens.count == 0) {
-            uint64 kept = 0;
+            uint32 kept = 0;
             tokens.for_each([&](int v, float x) { kept += part(v, x); });
             whole = scan_block(kept).all;
         }
-        const uint64 target = max(uint64(1), uint64(double(whole) * top_p));
+        const uint32 target = max(1u, uint32(double(whole) * top_p));
         return find_key(last_kept, tokens, target, false, key, part);
     };
     if (top_k > 0 || top_p < 1.0f) {
         // fewer where likely tokens are neighbors: their tiles have many of them
         int wanted = top_k > 0 ? top_k : WANTED;
+        if (top_k == 0) find_few(0);
         while (tokens.count == 0 && wanted > 0 && wanted <= WANTED) {
             find_few(wanted);
             wanted /= 4;
@@ -312,7 +332,7 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
             keep();
         }
         mine = 0.0f;
-        if (threadIdx.x < tokens.count) mine = weight(tokens.id, tokens.logit);
+        if (threadIdx.x < tokens.count) mine = weight(tokens.own.id, tokens.own.logit);
         if (tokens.count == 0) {
             tokens.for_all(threadIdx.x * SPAN, (threadIdx.x + 1) * SPAN, 4,
                            [&](int v, float x) { mine += weight(v, x); });
@@ -329,18 +349,18 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     int thread = find_thread();
     if (tokens.count == 0) {  // it has several tokens: now a thread for each of them
         target -= broadcast(sums.through - mine, thread);
-        tokens.id = thread * SPAN + threadIdx.x;
-        const bool is_one = threadIdx.x < SPAN && tokens.id < V;
-        if (is_one) tokens.logit = logits[tokens.id];
-        mine = is_one ? weight(tokens.id, tokens.logit) : 0.0f;
+        tokens.own.id = thread * SPAN + threadIdx.x;
+        const bool is_one = threadIdx.x < SPAN && tokens.own.id < V;
+        if (is_one) tokens.own.logit = logits[tokens.own.id];
+        mine = is_one ? weight(tokens.own.id, tokens.own.logit) : 0.0f;
         sums = scan_block(mine);
         thread = find_thread();
     }
     if (threadIdx.x != thread) return;
-    next_tokens[b] = tokens.id;
+    next_tokens[b] = tokens.own.id;
     randoms[b] = random;
-    drawn[step % ring * gridDim.x + b] = tokens.id;
-    logprobs[step % ring * gridDim.x + b] = tokens.logit - largest - log_sum;
+    drawn[step % ring * gridDim.x + b] = tokens.own.id;
+    logprobs[step % ring * gridDim.x + b] = tokens.own.logit - largest - log_sum;
     __threadfence();
     if (atomicAdd(&control->arrived, 1) == gridDim.x - 1) {
         control->arrived = 0;
