@@ -207,6 +207,7 @@ def install(fake, change):
         change(module, "cp", fake.cp)
     change(device, "driver", fake.driver)
     change(device, "MISSING", None)
+    change(device.Device, "resident_clusters", lambda *_: 16)
     change(device, "launch_early", lambda function, *arguments: function(*arguments))
     change(device, "prepare_kernels", lambda arch, files: ([file.name for file in files], 0))
     change(cublaslt, "load_library", lambda: fake.cublaslt)

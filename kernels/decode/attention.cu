@@ -4,10 +4,9 @@
 // by that, not by 1 / sqrt(HS). A block has SPLIT positions of a head at a time; of a head's
 // blocks, the last to finish merges all parts, in order. Reading keys and values bounds it.
 
-#include "decode/step.cuh"
+#include "decode/head.cuh"
 
 constexpr int SPLIT = DECODE_SPLIT;
-constexpr int ROW_LANES = DECODE_ROW_LANES, ROWS_AT_ONCE = 32 / ROW_LANES;  // of a warp
 // positions of a group of lanes
 constexpr int COUNT = SPLIT / (WARPS * ROWS_AT_ONCE);
 // floats: the largest score, the sum of p = exp(score - largest); from 4 on, of p * value
@@ -16,22 +15,6 @@ constexpr int PART = HS + 4;
 static_assert(ROW_LANES * PACK >= HS && THREADS >= HS,
               "a lane for each 16 bytes, a thread a channel");
 static_assert(SPLIT % (WARPS * ROWS_AT_ONCE) == 0, "all warps have equally many positions");
-
-// x * y, by the lanes that share a row.
-__device__ inline float dot_product(const Floats& x, const Floats& y) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int e = 0; e < PACK; e++) sum += x.x[e] * y.x[e];
-#pragma unroll
-    for (int distance = ROW_LANES / 2; distance > 0; distance /= 2)
-        sum += __shfl_xor_sync(0xffffffff, sum, distance);
-    return sum;
-}
-
-// 1 / the length of a query or key, of which each lane has 16 bytes.
-__device__ inline float inverse_length(const Floats& x) {
-    return 1.0f / sqrtf(dot_product(x, x) / HS + float(DECODE_EPS));
-}
 
 __device__ inline float score_of(const Floats& query, const Floats& key) {
     const float product = dot_product(query, key);
@@ -59,8 +42,8 @@ __device__ inline void merge_parts(const Read& read, int count, float& largest, 
 // blocks.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 decode_attention(element* atty, float* parts, int* arrived, const element* query,
-                 const element* keys,
-                 const element* values, const Control* control, int maxT, int T) {
+                 const element* keys, const element* values, const Control* control, int maxT,
+                 int T) {
     __shared__ uint4 shared_values[COUNT * THREADS];
     __shared__ alignas(16) float warp_parts[WARPS * PART];
     __shared__ bool is_last;

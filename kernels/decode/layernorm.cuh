@@ -51,8 +51,7 @@ struct Residual {
 // of a block, after wait_for_inputs(). write: whether that row of residual.out is stored, too.
 template <int COUNT>
 __device__ inline void normalize(element* normed, const Residual& residual, const Vectors& vectors,
-                                 int n, int N,
-                                 bool write) {
+                                 int n, int N, bool write) {
     Floats x[PACKS];
     float sum = 0.0f, squares = 0.0f;
 #pragma unroll

@@ -7,8 +7,7 @@
 // branches (FC_PARTS,N,C) = 0, for the first layernorm.
 extern "C" __global__ void __launch_bounds__(THREADS)
 decode_embed(float* residual, float* branches, const int* tokens, const element* wte,
-             const element* wpe,
-             const element* weight, const Control* control, int T) {
+             const element* wpe, const element* weight, const Control* control, int T) {
     let_next_begin();
     wait_for_inputs();
     const int n = blockIdx.x;
@@ -42,8 +41,8 @@ decode_embed(float* residual, float* branches, const int* tokens, const element*
 // Block (THREADS); grid (N). count: of the parts of branches, ATT_PARTS or FC_PARTS.
 extern "C" __global__ void __launch_bounds__(THREADS)
 decode_layernorm(element* normed, float* residual, const float* inp, const float* branches,
-                 const element* branch_bias,
-                 const element* weight, const element* bias, int count) {
+                 const element* branch_bias, const element* weight, const element* bias,
+                 int count) {
     let_next_begin();
     const Vectors vectors(branch_bias, weight, bias);
     normed += int64(blockIdx.x) * C;

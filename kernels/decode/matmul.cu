@@ -3,7 +3,6 @@
 // computes.
 
 #include "decode/matmul.cuh"
-#include "cap.cuh"
 #include "gelu.cuh"
 #include "rope.cuh"
 #include "swiglu.cuh"
@@ -14,17 +13,15 @@
 // its length as it is.
 MATMUL decode_qkv(element* query, element* keys, element* values, float* residual, const float* inp,
                   const float* branches, const element* branch_bias, const element* normed,
-                      const element* ln_weight,
-                  const element* ln_bias, const element* weight, const element* bias,
-                      const float2* rope,
-                  const Control* control, int maxT, int T, int N, int stages) {
+                  const element* ln_weight, const element* ln_bias, const element* weight,
+                  const element* bias, const float2* rope, const Control* control, int maxT, int T,
+                  int N, int stages) {
     const int position = control->position;
     // the row of x of this thread's sums
     const int own = min(blockIdx.x * X_ROWS + threadIdx.x / ROWS, N - 1);
     const int b = T == 1 ? own : own / T, t = own - b * T;  // a division by T takes long
     normalized_matmul<FC_PARTS>({residual, inp, branches}, branch_bias, normed, ln_weight, ln_bias,
-                                weight, QKV, N,
-                                stages, [&](int row) -> Ahead {
+                                weight, QKV, N, stages, [&](int row) -> Ahead {
         return {BIASES ? bias[row] : element{},
                 ROPE ? rope[(position + t) * (HS / 2) + row % HS / 2] : float2{}};
     }, [&](int row, int n, float x, float2 angle) {
@@ -51,14 +48,12 @@ static_assert(MOST <= C && LEAST > 0, "a tile has room for a part, and all parts
 // branches (gridDim.z,N,C) = inp (N,inner) @ weight (C,inner)^T, each part of `width` of the inner
 // dimension apart.
 MATMUL decode_project(float* branches, const element* inp, const element* weight, int inner,
-                      int width, int N,
-                      int stages) {
+                      int width, int N, int stages) {
     const Group rows(N);
     const int part = blockIdx.z;
     const Inner<MOST, LEAST> own = {min(width, inner - part * width)};
     matmul_rows<false>(own, weight + part * width, inner, C, rows, stages, inner,
-                       [](int) { return Ahead{}; },
-                       [&] {
+                       [](int) { return Ahead{}; }, [&] {
         wait_for_inputs();
         return inp + int64(rows.begin) * inner + part * width;
     }, [&](int row, int n, float x, float2) { branches[(int64(part) * N + n) * C + row] = x; });
@@ -67,31 +62,22 @@ MATMUL decode_project(float* branches, const element* inp, const element* weight
 // act (N,F) = GELU(x @ weight (F,C)^T + bias) or, with SWIGLU, that of x @ weight (2F,C)^T, up and
 // gate: a tile of the weight has the rows of both.
 MATMUL decode_fc(element* act, float* residual, const float* inp, const float* branches,
-                 const element* branch_bias,
-                 const element* normed, const element* ln_weight, const element* ln_bias,
-                     const element* weight,
-                 const element* bias, int N, int stages) {
-    normalized_matmul<ATT_PARTS,
-        SWIGLU>({residual, inp, branches}, branch_bias, normed, ln_weight, ln_bias, weight,
-                SWIGLU ? 2 * F : F, N, stages, [&](int row) -> Ahead {
+                 const element* branch_bias, const element* normed, const element* ln_weight,
+                 const element* ln_bias, const element* weight, const element* bias, int N,
+                 int stages) {
+    normalized_matmul<ATT_PARTS, SWIGLU>({residual, inp, branches}, branch_bias, normed, ln_weight,
+                                         ln_bias, weight, SWIGLU ? 2 * F : F, N, stages,
+                                         [&](int row) -> Ahead {
         return {BIASES ? bias[row] : element{}, {}};
     }, [&](int row, int n, float x, float2) {
         if constexpr (SWIGLU) {
-        const float gate = exchanged(x, ROWS / 2);
-        if (row % ROWS >= ROWS / 2) return;  // the gate's own
-        from_float(act[int64(n) * F + row / ROWS * (ROWS / 2) + row % ROWS], swiglu(x, gate));
+            const float gate = exchanged(x, ROWS / 2);
+            if (row % ROWS >= ROWS / 2) return;  // the gate's own
+            from_float(act[int64(n) * F + row / ROWS * (ROWS / 2) + row % ROWS], swiglu(x, gate));
         } else {
-        from_float(act[int64(n) * F + row], gelu(x));
+            from_float(act[int64(n) * F + row], gelu(x));
         }
     });
-}
-
-// f(x, y) over the rows of the weight in a tile, for the same row of x.
-template <class F>
-__device__ inline float over_tile(float x, const F& f) {
-#pragma unroll
-    for (int distance = 1; distance < ROWS; distance *= 2) x = f(x, exchanged(x, distance));
-    return x;
 }
 
 // logits (N,Vp) = x @ weight (Vp,C)^T, with the speed run's model + bias (Vp,), capped; tiles
@@ -105,17 +91,6 @@ MATMUL decode_logits(float* logits, TileOfLogits* tiles, float* residual, const 
                                 weight, Vp, N, stages, [&](int row) -> Ahead {
         return {bias ? bias[row] : element{}, {}};
     }, [&](int row, int n, float x, float2) {
-        const float logit = capped(x);
-        logits[int64(n) * Vp + row] = logit;
-        const bool is_token = row < V;
-        const auto add = [](float a, float b) { return a + b; };
-        const float largest = over_tile(is_token ? logit : -INFINITE,
-                                        [](float a, float b) { return fmaxf(a, b); });
-        const float sum = over_tile(is_token ? expf(logit - largest) : 0.0f, add);
-        float tempered = sum;  // with a temperature of 0, nobody asks for it
-        if (temperature != 1.0f && temperature > 0.0f)
-            tempered = over_tile(is_token ? expf((logit - largest) / temperature) : 0.0f, add);
-        if (row % ROWS == 0)
-            tiles[int64(n) * (Vp / ROWS) + row / ROWS] = {largest, sum, tempered, 0.0f};
+        put_logit(logits + int64(n) * Vp, tiles + int64(n) * (Vp / ROWS), row, x, temperature);
     });
 }

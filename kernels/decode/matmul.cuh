@@ -7,9 +7,9 @@
 #pragma once
 
 #include "decode/layernorm.cuh"
+#include "decode/tile.cuh"
 #include "mma.cuh"
 
-constexpr int ROWS = DECODE_ROWS;      // of the weight, in a tile: 16 or 8
 constexpr int X_ROWS = DECODE_X_ROWS;  // of x, in a block
 constexpr int CHUNK = 4 * PACK;        // of the inner dimension, for a warp at a time: 64 bytes
 
@@ -36,12 +36,12 @@ __device__ inline element* shared_weights(int stage) {
     return reinterpret_cast<element*>(shared) + stage * ROWS * STRIDE;
 }
 __device__ inline float* shared_sums(int stages, int N, int tile) {
-    return reinterpret_cast<float*>(shared_weights(stages)) + (stages > 1 ? tile % 2 : 0) * WARPS
-        * N * ROWS;
+    return reinterpret_cast<float*>(shared_weights(stages))
+        + (stages > 1 ? tile % 2 : 0) * WARPS * N * ROWS;
 }
 __device__ inline element* shared_x(int stages, int N) {
-    return reinterpret_cast<element*>(shared_sums(stages, N, 0) + min(stages, 2) * WARPS * N
-                                      * ROWS);
+    return reinterpret_cast<element*>(shared_sums(stages, N, 0)
+                                      + min(stages, 2) * WARPS * N * ROWS);
 }
 
 // The rows of x that a block has.
@@ -77,14 +77,6 @@ struct Ahead {
     float2 angle;
 };
 
-// In finish: the x of another row of the weight, whose number differs in the bit `distance`, for
-// the same row of x.
-__device__ inline float exchanged(float x, int distance) {
-    // lanes for this row of x
-    const uint32 together = ((1u << ROWS) - 1) << threadIdx.x % 32 / ROWS * ROWS;
-    return __shfl_xor_sync(together, x, distance);
-}
-
 // This block's tiles of a weight, in shared memory: a ring of `stages` tiles, tile i = 0, 1, 2 ...
 // in stage i % stages. Each lane requests what it will read itself, and waits for that alone. A
 // tile of a GATED weight (2F,.) has ROWS / 2 rows of its upper half, and those F rows further down.
@@ -100,7 +92,7 @@ struct WeightTiles {
     __device__ WeightTiles(Inner inner, const element* rows, int stride, int64 tile_stride,
                            int tiles, int stages)
         : inner(inner), rows(rows), stride(stride), tile_stride(tile_stride), left(tiles),
-            stages(stages) {
+          stages(stages) {
         for (int s = 0; s < stages; s++) request(s);
     }
     __device__ void request(int to) {
@@ -149,7 +141,7 @@ __device__ inline Inputs load_inputs(Inner inner, const element* x, int stride, 
 typedef FragmentD Sums[2];
 
 __device__ inline void multiply(Sums& d, const Inputs& x, uint4 w) {
-    const auto &[upper, lower] = x;
+    const auto& [upper, lower] = x;
 #if BFLOAT16
     mma(d[0], {upper.x, lower.x, upper.y, lower.y}, {w.x, w.y});
     mma(d[1], {upper.z, lower.z, upper.w, lower.w}, {w.z, w.w});
@@ -169,9 +161,8 @@ __device__ inline int sum_at(int n, int r) { return n * ROWS + (ROWS == 16 ? r ^
 // and says where the block's rows are.
 template <bool GATED, class Inner, class AheadOf, class Begin, class Finish>
 __device__ inline void matmul_rows(Inner inner, const element* weight, int stride, int OC,
-                                   Group rows, int stages,
-                                   int x_stride, const AheadOf& ahead, const Begin& begin,
-                                       const Finish& finish) {
+                                   Group rows, int stages, int x_stride, const AheadOf& ahead,
+                                   const Begin& begin, const Finish& finish) {
     constexpr bool KEEP = Inner::KEEP;
     // rows from one tile to the next
     constexpr int STEPS = Inner::STEPS, TILE = GATED ? ROWS / 2 : ROWS;
@@ -179,9 +170,9 @@ __device__ inline void matmul_rows(Inner inner, const element* weight, int strid
         N = rows.N;
     // of this block's tiles
     const int count = (OC / ROWS - int(blockIdx.y) + int(gridDim.y) - 1) / int(gridDim.y);
-    const auto row_of =
-        [&](int tile) { return int(blockIdx.y + tile * gridDim.y) * ROWS + int(threadIdx.x) % ROWS;
-                       };
+    const auto row_of = [&](int tile) {
+        return int(blockIdx.y + tile * gridDim.y) * ROWS + int(threadIdx.x) % ROWS;
+    };
     const auto ahead_of = [&](int tile) { return tile < count ? ahead(row_of(tile)) : Ahead{}; };
     let_next_begin();
     Ahead tile_ahead = ROPE ? Ahead{} : ahead_of(0);
@@ -243,11 +234,10 @@ __device__ inline void matmul_rows(Inner inner, const element* weight, int strid
 // COUNT parts.
 template <int COUNT, bool GATED = false, class AheadOf, class Finish>
 __device__ inline void normalized_matmul(const Residual& residual, const element* branch_bias,
-                                         const element* normed,
-                                         const element* ln_weight, const element* ln_bias,
-                                             const element* weight,
-                                         int OC, int N, int stages, const AheadOf& ahead,
-                                             const Finish& finish) {
+                                         const element* normed, const element* ln_weight,
+                                         const element* ln_bias, const element* weight, int OC,
+                                         int N, int stages, const AheadOf& ahead,
+                                         const Finish& finish) {
     const Group rows(N);
     if (normed) {
         return matmul_rows<GATED>(Inner<C>{}, weight, C, OC, rows, stages, C, ahead, [&] {

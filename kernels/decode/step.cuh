@@ -1,14 +1,14 @@
 // Text generation: a forward pass over T more positions of each of B sequences, whose keys and
 // values are kept, and the next token of each.
 //
-//     decode_embed      wte[token] + wpe[position]                                      residual, branches =
-//     decode_layernorm  residual, layernorm, unless the matmul does both                residual, normed =
-//     decode_qkv        residual, layernorm, matmul; keys and values go to the cache    residual, query, keys, values =
-//     decode_attention  softmax(query @ keys^T / sqrt(HS)) @ values                     atty =
-//     decode_project    matmul, of atty or act                                          branches =
-//     decode_fc         residual, layernorm, matmul, GELU                               residual, act =
-//     decode_logits     residual, layernorm, matmul; sums of each tile of logits        residual, logits, tiles =
-//     decode_sample     draws the next token                                            tokens, randoms, control =
+//     decode_embed      wte[token] + wpe[position]                   residual, branches =
+//     decode_layernorm  residual, layernorm, if the matmul does not  residual, normed =
+//     decode_qkv        residual, layernorm, matmul                  residual, query, keys, values =
+//     decode_attention  softmax(query @ keys^T / sqrt(HS)) @ values  atty =
+//     decode_project    matmul, of atty or act                       branches =
+//     decode_fc         residual, layernorm, matmul, GELU            residual, act =
+//     decode_logits     residual, layernorm, matmul; sums of tiles   residual, logits, tiles =
+//     decode_sample     draws the next token                         tokens, randoms, control =
 //
 // Llama 3 has RMSNorm for layernorm (RMS), no biases, queries and keys rotated for wpe (ROPE),
 // SwiGLU for GELU (SWIGLU). The speed run's model has RMSNorm, also after the embedding, rotation,
@@ -17,12 +17,15 @@
 // llmc/sampler.py's Choice that of decode_sample. There are N = B*T rows. residual (N,C) and logits
 // (B,Vp) are float32; query and atty (N,Q), act (N,F), keys and values (B,NKV,maxT,HS) are
 // elements. "residual" above: branches, which decode_project wrote, is added to the residual
-// stream. The position is in GPU memory, so that one graph is every step. A row has the same bits
-// whatever the other rows are.
+// stream. The position is in GPU memory, so that one graph is every step. In this chain, a row has
+// the same bits whatever the other rows are.
 //
-// A step reads all weights once; the rest of its time is the latency of a chain of kernels. So each
+// A step reads all weights once; the rest of its time is the latency of the chain. So each kernel
 // begins before the previous one ends, requests its weights, and only then waits for its inputs
 // (programmatic dependent launch).
+//
+// For one sequence in bfloat16 on Hopper, decode_token (token.cu) takes the place of all but
+// decode_sample, where it fits. There, sums are in another order.
 
 #pragma once
 

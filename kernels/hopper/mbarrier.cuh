@@ -50,8 +50,8 @@ __device__ inline void load_bytes(void* to, const void* from, Mbarrier* full, in
 }
 
 // Make this thread's ordinary writes to shared memory visible to wgmma and TMA, the "async proxy".
-// Call it before the barrier after which these read them, and before TMA overwrites what was read
-// by ordinary loads.
+// Call it before the barrier after which these read them. Where TMA overwrites what was read by
+// ordinary loads, a ring's `empty` is enough.
 __device__ inline void fence_for_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -5,108 +5,18 @@ Of an architecture, a class like GPT2 of train_gpt2_cuda.py, it uses parameter_t
 and rope. decode_layers is one for all of them: a bias, position embedding or norm that the
 parameters lack is None to a kernel."""
 
-import math
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 
-from llmc.errors import UserError
-from llmc.gpu.compiler import KernelFile
+from llmc.gpu.decode_geometry import CLUSTER, decode_files, decode_shared, token_file
 from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, pointer
-from llmc.gpu.geometry import (WARP, blocks, check_sizes, kernel_files, launch_geometry,
-                               model_constants)
+from llmc.gpu.geometry import WARP, blocks, check_sizes, kernel_files, launch_geometry
 from llmc.gpu.memory import Block
 from llmc.gpu.precision import Precision, copy_weights, resolve_dtype
 from llmc.sampler import check_diverged
 from llmc.tensors import Row, allocate, layer
-
-# --------------------------------------------------------------------------------------------------
-# files and their geometry
-
-
-DECODE = {  # file -> its kernels
-    "decode/layers": ("decode_embed", "decode_layernorm"),
-    "decode/matmul": ("decode_qkv", "decode_project", "decode_fc", "decode_logits"),
-    "decode/attention": ("decode_attention",),
-    "decode/sample": ("decode_sample",),
-}
-
-
-def decode_files(architecture, config, precision, geometry, shared):
-    """The KernelFiles of text generation. geometry: gets their numbers, too; shared: see
-    decode_geometry."""
-    numbers = decode_geometry(architecture, config, precision, shared)
-    vars(geometry).update(numbers)
-    constants = model_constants(config, precision) | architecture.CONSTANTS | numbers
-    sizes = {"decode/matmul": dict.fromkeys(DECODE["decode/matmul"], geometry.DECODE_SHARED)}
-    return [KernelFile(name, kernels, constants, sizes.get(name, {}))
-            for name, kernels in DECODE.items()]
-
-
-def decode_geometry(architecture, config, precision, shared):
-    """{constant: number} of kernels/decode/; raises UserError if `shared`, the bytes of shared
-    memory that a block can have, is too small.
-
-    A matmul has tiles of ROWS rows of the weight, up to STAGES of them at a time, and of X_ROWS
-    rows of the other operand, x; and BLOCKS on a multiprocessor. FEW: up to this many rows of x, it
-    does the layernorm itself. ROW_BYTES: of a row in shared memory. ATT_PARTS, FC_PARTS: into which
-    attproj's and fcproj's sums are cut, WIDTH elements each. In attention, ROW_LANES lanes read a
-    head's row, 16 bytes each; a block works on SPLIT positions at a time, 8 for each group of
-    lanes. SHARED: bytes that a block may use. RMS, ROPE, SWIGLU: whether the model has them."""
-    has = architecture.HAS
-    size = 2 if precision.bf16 else 4
-    row = config.C * size  # bytes
-    warps = 8
-    lanes = 1 << (blocks(config.HS * size, 16) - 1).bit_length()
-    att_parts, att_width = inner_parts(config.NH * config.HS, config.C, size)
-    fc_parts, fc_width = inner_parts(config.F, config.C, size)
-    geometry = SimpleNamespace(
-        DECODE_RMS=int(has.norm == "rmsnorm"),
-        DECODE_EPS=getattr(config, "eps", 1e-5),
-        DECODE_ROPE=int(has.rope),
-        DECODE_SWIGLU=int(has.activation == "swiglu"),
-        DECODE_ATT_PARTS=att_parts,
-        DECODE_ATT_WIDTH=att_width,
-        DECODE_FC_PARTS=fc_parts,
-        DECODE_FC_WIDTH=fc_width,
-        DECODE_WARPS=warps,
-        DECODE_X_ROWS=16,
-        DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: no bank conflicts
-        DECODE_FEW=4 if precision.bf16 else 1,
-        DECODE_BLOCKS=2,
-        DECODE_STAGES=4,
-        DECODE_ROW_LANES=lanes,
-        DECODE_SPLIT=8 * warps * WARP // lanes,
-        DECODE_SAMPLE_THREADS=1024,
-        DECODE_SHARED=shared - 2048,  # less what kernels declare and the driver keeps
-    )
-    for geometry.DECODE_ROWS in (16, 8):
-        sizes = (decode_shared(geometry, 1, geometry.DECODE_FEW, True),
-                 decode_shared(geometry, 1, geometry.DECODE_X_ROWS, False))
-        if max(sizes) <= geometry.DECODE_SHARED and config.C % geometry.DECODE_ROWS == 0:
-            return vars(geometry)
-    raise UserError(f"text from a model with C={config.C} needs more shared memory than the"
-                    f" {shared} bytes that a block of this GPU can have: train with -s 0, generate"
-                    " with --device cpu")
-
-
-def inner_parts(IC, C, size):
-    """(parts, width): a sum over IC elements of `size` bytes is cut into so many parts of `width`
-    elements, C at most; the last one may be shorter. Where C allows it, they begin at multiples of
-    64 bytes."""
-    parts = blocks(IC, C)
-    unit = math.gcd(C, 64 // size)
-    return parts, unit * blocks(IC, parts * unit)
-
-
-def decode_shared(geometry, stages, N, normalizes):
-    """Bytes of shared memory of a matmul's block: tiles of the weight, its warps' sums for N rows
-    of x, and these rows, if it normalizes them."""
-    g = geometry
-    sums = min(stages, 2) * 4 * g.DECODE_WARPS * min(N, g.DECODE_X_ROWS) * g.DECODE_ROWS
-    return stages * g.DECODE_ROWS * g.DECODE_ROW_BYTES + sums + normalizes * N * g.DECODE_ROW_BYTES
-
 
 # --------------------------------------------------------------------------------------------------
 # launches of kernels/decode/, in the order of step.cuh
@@ -279,6 +189,48 @@ def decode_layers(decoder, B, T):
     return x, params.wte if params.lm_head is None else params.lm_head, params.lm_headb
 
 
+WEIGHTS = ("wte", "wpe", "ln0w", "lnfw", "lnfb", "lm_head", "lm_headb", "ln1w", "ln1b", "qkvw",
+           "qkvb", "attprojb", "ln2w", "ln2b", "fcw", "fcb", "fcprojb")  # struct Weights
+
+
+class TokenPass:
+    """A Decoder's decode_token: from its token to the logits, which decode_sample reads."""
+
+    def __init__(self, decoder, params, constants):
+        """params: Tensors on the GPU, of all layers; constants: of the KernelFile."""
+        config, acts, self.device = decoder.config, decoder.acts, decoder.device
+        self.grid = (CLUSTER * constants["TOKEN_CLUSTERS"],)
+        self.block = (WARP * (constants["TOKEN_WARPS"] + 1),)
+        tensors = {"lm_head": params.wte} | vars(params)
+        addresses = [tensors[name].data.ptr if name in tensors else 0 for name in WEIGHTS]
+        weights = np.void(np.array(addresses, np.uint64).tobytes())
+        maps = [self.device.tensor_map(tensors[name], config.C // CLUSTER, 64)
+                for name in ("attprojw", "fcprojw")]
+        with self.device.stream:
+            self.sums = cp.zeros((2, 2 * config.L, 4 * config.C), np.uint64)
+        self.arguments = (acts.logits, acts.tiles, self.sums, acts.keys, acts.values, acts.tokens,
+                          weights, *maps, decoder.rope, acts.control, decoder.T)
+
+    def reset(self):
+        """Before a text's first step."""
+        with self.device.stream:
+            self.sums.fill(0)
+
+    def launch(self):
+        self.device.launch("decode_token", self.grid, self.block, *self.arguments)
+
+
+def open_token(decoder, params, file):
+    """The Decoder's TokenPass, or None without a KernelFile, or where the GPU has no room for all
+    blocks at once: they wait for each other. Two of these kernels must not run at the same time, as
+    under MPS: each might wait for the other's multiprocessors."""
+    if not file:
+        return None
+    token = TokenPass(decoder, params, file.constants)
+    resident = decoder.device.resident_clusters("decode_token", token.grid, token.block)
+    return token if resident * CLUSTER >= token.grid[0] else None
+
+
 # --------------------------------------------------------------------------------------------------
 # text, token by token
 
@@ -320,6 +272,7 @@ class Decoder:
         self.logprobs = pinned_array(4 * ring * B).view(np.float32).reshape(ring, B)
         self.done = [cp.cuda.Event(disable_timing=True) for _ in range(ring)]
         self.graph = None
+        self.token = None  # a TokenPass, which does steps instead of decode_layers
 
     @staticmethod
     def table(architecture, config, precision, B, T, geometry):
@@ -349,6 +302,8 @@ class Decoder:
         tokens[:, :first] = prompt
         self.set(step=0, top_k=min(choice.top_k, self.config.V), temperature=choice.temperature,
                  top_p=choice.top_p)
+        if self.token:
+            self.token.reset()
         with self.device.stream:
             copy_to_gpu(self.acts.randoms, np.array([one.state for one in randoms], np.uint64))
 
@@ -422,8 +377,11 @@ class Decoder:
 
     def launch_step(self):
         device, acts, B = self.device, self.acts, self.B
-        decode_logits(device, acts.logits, acts.tiles, *decode_layers(self, B, 1), acts.control, B,
-                      self.config.Vp)
+        if self.token:
+            self.token.launch()
+        else:
+            decode_logits(device, acts.logits, acts.tiles, *decode_layers(self, B, 1), acts.control,
+                          B, self.config.Vp)
         decode_sample(device, acts.tokens, acts.randoms, acts.control, self.drawn, self.logprobs,
                       acts.logits, acts.tiles, B)
 
@@ -436,10 +394,13 @@ def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):
     geometry = launch_geometry(config, precision, gpu.arch)
     update = kernel_files(architecture, config, precision, gpu.arch, "cublaslt")["update"]
     files = [update, *decode_files(architecture, config, precision, geometry, gpu.shared)]
-    device = Device(gpu, files, geometry)
+    token = B == 1 and token_file(architecture, config, precision, gpu, files[-1].constants)
+    device = Device(gpu, [*files, token] if token else files, geometry)
     with device.stream:
         on_gpu = allocate(architecture.parameter_table(config, precision.dtype), cp)
         copy_weights(device, on_gpu, params)
         text = Block({"text": Decoder.table(architecture, config, precision, B, T, geometry)})
         tensors = text.over(text.allocate())
-    return Decoder(architecture, device, config, on_gpu, tensors, B, T)
+    decoder = Decoder(architecture, device, config, on_gpu, tensors, B, T)
+    decoder.token = open_token(decoder, on_gpu, token)
+    return decoder

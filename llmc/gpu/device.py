@@ -185,6 +185,12 @@ class Device:
             else:
                 self.functions[name](grid, block, converted, shared_mem=shared, stream=self.stream)
 
+    def resident_clusters(self, name, grid, block):
+        """How many clusters of a kernel's blocks the GPU has room for at the same time."""
+        kernel = driver.CUfunction(int(self.functions[name].kernel.ptr))
+        config = launch_config(grid, block, self.shared[name])
+        return check(driver.cuOccupancyMaxActiveClusters(kernel, config))[0]
+
     def observe(self, name, arguments):
         """The observer's context manager for a launch; without an observer, an empty one."""
         return self.observer(name, arguments) if self.observer else contextlib.nullcontext()
@@ -272,16 +278,22 @@ def convert(argument):
     return np.float32(argument) if type(argument) is float else argument
 
 
+def launch_config(grid, block, shared):
+    """What the driver's calls want to know of a launch."""
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+    config.blockDimX, config.blockDimY, config.blockDimZ = (*block, 1, 1)[:3]
+    config.sharedMemBytes = shared
+    return config
+
+
 def launch_early(function, grid, block, arguments, shared, stream):
     """Launch a kernel by programmatic dependent launch, which CuPy does not offer."""
     values = [np.asarray(x.data.ptr if isinstance(x, cp.ndarray) else x) for x in arguments]
     addresses = np.array([value.ctypes.data for value in values], np.uint64)
-    config = driver.CUlaunchConfig()
-    attribute = driver.CUlaunchAttribute()
-    config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
-    config.blockDimX, config.blockDimY, config.blockDimZ = (*block, 1, 1)[:3]
-    config.sharedMemBytes = shared
+    config = launch_config(grid, block, shared)
     config.hStream = stream.ptr
+    attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
     config.attrs = [attribute]

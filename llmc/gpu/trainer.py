@@ -50,7 +50,7 @@ def open_device(architecture, gpu, config, precision, matmul="auto", text=False)
     files = list(files.values())
     geometry = launch_geometry(config, precision, gpu.arch)
     if text:
-        from llmc.gpu.decoder import decode_files  # here: only runs that draw text need it
+        from llmc.gpu.decode_geometry import decode_files  # here: only runs that draw text need it
         files += decode_files(architecture, config, precision, geometry, gpu.shared)
     device = Device(gpu, files, geometry)
     return device, Matmul(device, precision, matmul)
