@@ -97,7 +97,7 @@ sanitize: $(ENVIRONMENT)
 	    echo "$$tool:"; compute-sanitizer --tool $$tool --error-exitcode 1 --print-limit 5 \
 	        $$([ $$tool = memcheck ] && echo --report-api-errors no) \
 	        $(PYTHON) -m pytest -q -x tests/test_kernels.py tests/test_kernels_llama.py tests/test_update.py tests/test_matmul.py \
-	        tests/test_decode.py tests/test_grouped_attention.py tests/test_matmul_swiglu.py tests/test_fp8.py \
+	        tests/test_decode.py tests/test_decode_token.py tests/test_grouped_attention.py tests/test_matmul_swiglu.py tests/test_fp8.py \
 	        tests/test_fp8_norm.py tests/test_speedrun.py \
 	        -k "($(SANITIZE))$$([ $$tool = racecheck ] && echo ' and not 168-504')" || exit 1; \
 	done

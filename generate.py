@@ -11,8 +11,8 @@ It runs on the GPU if there is one (in bfloat16 if the GPU has it), else in NumP
 printed token by token, several are printed one after the other. Without a prompt, the text begins
 after the end-of-text token; without flags, sampling is the trainer's. Keys and values of earlier
 positions are cached; beyond the model's longest sequence, the window slides by half its length.
-Several samples on a GPU do not depend on how many there are; for one, and on a CPU, sums may be
-rounded differently.
+On a GPU, a sample among several does not depend on how many they are; where it is the only one,
+and on a CPU, sums may be rounded differently.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)

@@ -17,7 +17,7 @@ __device__ inline float dot_product(const Floats& x, const Floats& y) {
     return sum;
 }
 
-// 1 / the length of a query or key.
+// 1 / the root mean square of a query's or key's channels.
 __device__ inline float inverse_length(const Floats& x) {
     return 1.0f / sqrtf(dot_product(x, x) / HS + float(DECODE_EPS));
 }

@@ -1,8 +1,8 @@
-// decode_sample: a block draws a sequence's next token. It reads what decode_logits has left of
-// each tile of logits, and then the logits of one thread's tiles. top_k and top_p look at the
-// likeliest few hundred tokens alone, in the tiles that have one of these; where that is not
-// enough, all logits are read several times. Latency bounds it, and barriers are most of that. All
-// sums have a fixed order or are of integers.
+// decode_sample: a block draws a sequence's next token. It reads what decode_logits, or
+// decode_token, has left of each tile of logits, and then the logits of one thread's tiles. top_k
+// and top_p look at the likeliest few hundred tokens alone, in the tiles that have one of these;
+// where that is not enough, all logits are read several times. Latency bounds it, and barriers are
+// most of that. All sums have a fixed order or are of integers.
 
 #include "decode/step.cuh"
 
@@ -12,7 +12,7 @@ constexpr uint64 ALL = ~0ull;
 constexpr int ROWS = DECODE_ROWS, TILES = Vp / ROWS;
 // of a thread: tiles, and tokens
 constexpr int EACH = (TILES + SAMPLE_THREADS - 1) / SAMPLE_THREADS, SPAN = EACH * ROWS;
-// Tiles in which a nucleus is looked for where those that have its probability are too many.
+// The most tiles in which top_k looks; and a nucleus, where those that have it are too many.
 constexpr int WANTED = 600;
 static_assert(SAMPLE_THREADS == 32 * 32 && SAMPLE_THREADS == 1 << DIGIT_BITS,
               "a lane for each warp, a thread a digit");
@@ -230,10 +230,10 @@ decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, f
     const Tokens all = {logits, key_scale(SAMPLE_THREADS), 0, {}};
     Tokens tokens = all;
 
-    // tokens = the few likeliest, in the order of ids: all up to the digit of the `wanted`-th tile
-    // or, if wanted is 0, that of the tile with which tiles have top_p of the probability and a
-    // quarter of the rest, for not all their tokens are likely. If these are more than threads,
-    // tokens stays as it is.
+    // tokens = the few likeliest, in the order of ids: all whose digit is at most that of the
+    // `wanted`-th tile. If wanted is 0: of the tile with which the likeliest tiles reach top_p and
+    // a quarter of the rest; the quarter is for their tokens that are not likely. If there are more
+    // tokens than threads, tokens stays as it is.
     const auto find_few = [&](int wanted) {
         __shared__ int near[SAMPLE_THREADS];    // tiles that have one of them
         __shared__ Token few[SAMPLE_THREADS];

@@ -3,7 +3,7 @@
 //
 //     decode_embed      wte[token] + wpe[position]                   residual, branches =
 //     decode_layernorm  residual, layernorm, if the matmul does not  residual, normed =
-//     decode_qkv        residual, layernorm, matmul                  residual, query, keys, values =
+//     decode_qkv        residual, layernorm, matmul                 residual, query, keys, values =
 //     decode_attention  softmax(query @ keys^T / sqrt(HS)) @ values  atty =
 //     decode_project    matmul, of atty or act                       branches =
 //     decode_fc         residual, layernorm, matmul, GELU            residual, act =

@@ -1,4 +1,4 @@
-// What the lanes do together that have the ROWS neighbouring rows of a tile of a weight.
+// What ROWS neighbouring lanes do together, each of which has one row of a tile of a weight.
 
 #pragma once
 
@@ -21,7 +21,7 @@ __device__ inline float over_tile(float x, const Combine& f) {
     return x;
 }
 
-// logits (Vp,), tiles (Vp/ROWS,): the row's logit, which is x, capped, and its tile.
+// logits (Vp,) at the row = x, capped; tiles (Vp/ROWS,) at its tile = what TileOfLogits says.
 __device__ inline void put_logit(float* logits, TileOfLogits* tiles, int row, float x,
                                  float temperature) {
     const float logit = capped(x);

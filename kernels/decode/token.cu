@@ -11,8 +11,9 @@
 //     its rows of fcproj, of the slice's columns         -> sums over the clusters, read by all
 //
 // Every block keeps the residual stream for itself. One thread loads weights, keys and values
-// ahead; what the others wait for is the latency of this chain, and memory, whichever takes longer.
-// Both halves of a layer are one loop, whose code fits the instruction caches.
+// ahead for the others. A small model's time is that of each block's own instructions, one after
+// the other; a large one's is reading the weights. Both halves of a layer are one loop, whose code
+// fits the instruction caches.
 
 #include "decode/tile.cuh"
 #include "decode/token_steps.cuh"
@@ -26,7 +27,7 @@
 // A cluster that lacks a head, or rows of fc, computes the last ones once more: their columns of
 // attproj, of fcproj lie beyond the weight, where TMA delivers zeros.
 struct Place {
-    const int rank = rank_in_cluster(), cluster = blockIdx.x / CLUSTER;
+    const int rank = block_of_cluster(), cluster = blockIdx.x / CLUSTER;
     __device__ int head(int h) const { return min(cluster * HEADS + h, NH - 1); }
     // row r of the block's QKV_ROWS: its channel within the head; its row of QKV
     __device__ int channel(int r) const { return (rank * THIRD + r % THIRD) % HS; }
@@ -40,11 +41,11 @@ struct Place {
     }
     // of the logits: whole tiles
     __device__ int first_token(int block) const {
-        return Vp / DECODE_ROWS * block / BLOCKS * DECODE_ROWS;
+        return Vp / ROWS * block / BLOCKS * ROWS;
     }
     // of the positions before this one
     __device__ int first_position(int position) const { return rank * parts_of(position, CLUSTER); }
-    __device__ int count(int position) const {
+    __device__ int positions(int position) const {
         return max(0, min(parts_of(position, CLUSTER), position - first_position(position)));
     }
 };
@@ -77,7 +78,7 @@ __device__ inline void load_all(const Weights& w, const TensorMap* attproj, cons
 #pragma unroll 1
         for (int h = 0; h < HEADS && !is_mlp; h++) {
             const int64 at = cache.at(l, place.head(h), place.first_position(cache.position));
-            loader.positions(cache.keys + at, cache.values + at, place.count(cache.position));
+            loader.positions(cache.keys + at, cache.values + at, place.positions(cache.position));
         }
         loader.columns(is_mlp ? fcproj : attproj, place.cluster * (is_mlp ? SLICE : HEAD_COLUMNS),
                        is_mlp ? SLICE : HEAD_COLUMNS, place.rank * C_ROWS, l);
@@ -163,7 +164,7 @@ __device__ inline void compute_layers(Stream& stream, Vectors& vectors, uint64* 
             exchange_qkv(y, r, l, cache, place);
 #pragma unroll 1
             for (int h = 0; h < HEADS; h++)
-                attend(h, place.count(cache.position), place.rank == CLUSTER - 1, next);
+                attend(h, place.positions(cache.position), place.rank == CLUSTER - 1, next);
             workers_sync();
             exchange_parts(place.rank, l);
         }
@@ -192,7 +193,7 @@ __device__ inline void classify(float* logits, TileOfLogits* tiles, const elemen
     }
 }
 
-// Block (WORKER_THREADS + 32); grid (BLOCKS). tokens (1,); logits (Vp,); tiles (Vp/DECODE_ROWS,);
+// Block (WORKER_THREADS + 32); grid (BLOCKS). tokens (1,); logits (Vp,); tiles (Vp/ROWS,);
 // keys and values (L,NKV,maxT,HS) get the new position's; sums (2,2L,SUMS): sums[step % 2] is 0
 // before, the other one after. attproj (L,C,Q) and fcproj (L,C,F): TensorMaps of boxes of C_ROWS
 // rows, UNIT columns. Dynamic shared memory: SLOTS pieces.

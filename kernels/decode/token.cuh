@@ -14,15 +14,6 @@ constexpr int L = TOKEN_LAYERS;
 __device__ constexpr int parts_of(int n, int part) { return (n + part - 1) / part; }
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 
-__device__ inline int rank_in_cluster() {
-    int rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-__device__ inline void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\n"
-                 "barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 __device__ inline void workers_sync() {
     asm volatile("bar.sync 1, %0;" ::"n"(WORKER_THREADS) : "memory");
 }
@@ -30,8 +21,9 @@ __device__ inline void workers_sync() {
 // -------------------------------------------------------------------------------------------------
 // sums over the clusters: of each channel a 64-bit word in the L2 cache, to which each cluster adds
 // its part. Integers have the same sum in any order. From the lowest bit on: how many parts are in
-// it; how many of these were NaN or too large, 2^16 or more (training's stream ends there, too);
-// their sum, in units of 2^-FRACTION. So a word says itself whether it is complete.
+// it; how many of these were NaN or 2^16 or more, which makes the sum NaN (training's stream
+// saturates below that, the chain's has no limit); their sum, in units of 2^-FRACTION. So a word
+// says itself whether it is complete.
 
 constexpr int COUNT_BITS = 5, FLAG_BITS = 2 * COUNT_BITS, FRACTION = 32, MOST_BITS = 16;
 static_assert(CLUSTERS < 1 << COUNT_BITS, "the count has room");

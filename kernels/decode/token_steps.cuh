@@ -14,7 +14,7 @@ constexpr int ATT_CLUSTERS = parts_of(NH, HEADS), FC_CLUSTERS = parts_of(F, SLIC
 // of a block: rows of queries, or keys, or values; of fc
 constexpr int THIRD = HEAD_COLUMNS / CLUSTER, FC_ROWS = SLICE / CLUSTER;
 constexpr int QKV_ROWS = 3 * THIRD, UP_ROWS = (SWIGLU ? 2 : 1) * FC_ROWS;
-constexpr int ROUND = 64;  // rows of the classifier's, at a time
+constexpr int ROUND = 64;  // rows of the classifier at a time
 constexpr int MOST_ROWS = most(ROUND, most(QKV_ROWS, UP_ROWS));  // of a product
 
 static_assert(HS % UNIT == 0 && HS % THIRD == 0, "a block has rows of one head");
@@ -26,6 +26,8 @@ constexpr int PAIRS = parts_of(C / 2, WORKER_THREADS);  // of channels, for a th
 constexpr int UNITS = parts_of(C / UNIT, WORKERS);      // of C channels, for a warp
 constexpr int TILES = parts_of(C_ROWS / 8, WORKERS);    // of the block's C_ROWS rows, for a warp
 
+// Parameters by train_gpt2.py's names (head: lm_head, or wte); from ln1w on of all layers, (L,..);
+// null where the model has none. In the order of WEIGHTS of llmc/gpu/decoder.py.
 struct Weights {
     const element *wte, *wpe, *ln0w, *lnfw, *lnfb, *head, *headb;
     const element *ln1w, *ln1b, *qkvw, *qkvb, *attprojb, *ln2w, *ln2b, *fcw, *fcb, *fcprojb;
@@ -99,9 +101,9 @@ struct Stream {
         });
     }
 
-    // Return 1 / the standard deviation of all channels; with RMS, the mean counts as 0. Distances
-    // are from the last norm's mean, at first 0, so that one pass has both sums. Squares cancel
-    // only where the mean moves by many standard deviations.
+    // Set mean to that of all channels, and return 1 / their standard deviation; with RMS, the mean
+    // stays 0. Distances are from the last norm's mean, at first 0, so that one pass has both sums.
+    // Squares cancel only where the mean moves by many standard deviations.
     __device__ float rstd() {
         __shared__ float2 of_warps[WORKERS];
         float2 sum = {};  // of the distances, of their squares
@@ -153,7 +155,7 @@ struct Stream {
 // vector's four parts that these meet.
 
 // Of 64 elements, a lane's in each half.
-__device__ inline int of_row(int half) {
+__device__ inline int lane_offset(int half) {
     return ((half ^ threadIdx.x / 4 % 2) * 4 + threadIdx.x % 4) * PACK;
 }
 __device__ inline uint2 load_vector(const element* x, int half) {
@@ -192,7 +194,8 @@ __device__ inline void multiply_rows(float* sums, const element* x, int pieces, 
             if (!exists(u)) continue;
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                multiply(d[half], load_bits(row + u * WORKERS * UNIT + of_row(half)), own[u][half]);
+                multiply(d[half], load_bits(row + u * WORKERS * UNIT + lane_offset(half)),
+                         own[u][half]);
         }
         if (has_product()) sums[piece * PIECE_ROWS] = product_of(d[0]) + product_of(d[1]);
         next.release();
@@ -221,9 +224,8 @@ __device__ inline void project(uint64* sums, int first_row, const element* x, in
 #pragma unroll
             for (int turn = 0; turn < TILES; turn++) {
                 const int tile = min(turn * WORKERS + warp, C_ROWS / 8 - 1);
-                // TMA has swizzled the box
-                multiply(d[turn], load_bits(rows + tile * 8 * UNIT + (of_row(half) ^ g * PACK)),
-                         own);
+                const int at = lane_offset(half) ^ g * PACK;  // TMA has swizzled the box
+                multiply(d[turn], load_bits(rows + tile * 8 * UNIT + at), own);
             }
         }
         next.release();
@@ -237,8 +239,8 @@ __device__ inline void project(uint64* sums, int first_row, const element* x, in
 }
 
 // -------------------------------------------------------------------------------------------------
-// what a block has in shared memory beside the ring. Part of attention: for each two channels, the
-// sums of p * value, the largest score, the sum of p
+// what a block has in shared memory beside the ring. A float4 of attention's parts is of two
+// channels: their sums of p * value, then the head's largest score and sum of p
 
 struct Shared {
     Inbox<3 * HEAD_COLUMNS * int(sizeof(element))> qkv_inbox;
@@ -345,15 +347,15 @@ __device__ inline float4 merged(const float4 (&parts)[COUNT][HEAD_COLUMNS / 2], 
 }
 
 // atty = the attention of the cluster's heads: this block's part goes to the cluster, from whose
-// parts each block makes all of it. turn: the layer.
-__device__ inline void exchange_parts(int own_rank, int turn) {
+// parts each block makes all of it.
+__device__ inline void exchange_parts(int own_rank, int l) {
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < HEAD_COLUMNS / 2; i += 32) {
         const float4 own = merged(shared.warp_parts, i);
         for (int rank = threadIdx.x / 32; rank < CLUSTER; rank += WORKERS)
             send(&shared.parts[own_rank][i], own, &shared.parts_inbox.full, rank);
     }
-    shared.parts_inbox.wait(turn);
+    shared.parts_inbox.wait(l);
     for (int i = threadIdx.x; i < HEAD_COLUMNS / 2; i += WORKER_THREADS) {
         const float4 all = merged(shared.parts, i);
         const float scale = inverse(all.w);

@@ -36,15 +36,6 @@ constexpr float LOG2_UNIT = 1.5863f;  // 3 log2(LOG2E)
 static_assert(WARPS * SLICE >= COLUMNS && STAGES >= 3);  // of the rows on chip, two are in work
 static_assert(CAP <= 15.0f, "half precision holds exp(y) * slope");
 
-__device__ inline int block_of_cluster() {
-    int block;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(block));
-    return block;
-}
-// All threads of the cluster wait for each other.
-__device__ inline void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 // *at = x in that block's shared memory, 4 bytes that count towards the phase of its `full`.
 __device__ inline void store_in_block(float* at, float x, Mbarrier* full, int block) {
     asm volatile("{ .reg .b32 to, bar; mapa.shared::cluster.u32 to, %0, %2; mapa.shared::cluster.u32 bar, %1, %2;\n"

@@ -50,8 +50,22 @@ __device__ inline void load_bytes(void* to, const void* from, Mbarrier* full, in
 }
 
 // Make this thread's ordinary writes to shared memory visible to wgmma and TMA, the "async proxy".
-// Call it before the barrier after which these read them. Where TMA overwrites what was read by
-// ordinary loads, a ring's `empty` is enough.
+// Call it before the barrier after which these read them; and, where only __syncwarp() is between
+// ordinary loads and TMA that overwrites what they read, before that. A ring's `empty` needs none.
 __device__ inline void fence_for_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// -------------------------------------------------------------------------------------------------
+// clusters of blocks, whose shared memory all of them reach
+
+__device__ inline int block_of_cluster() {
+    int block;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(block));
+    return block;
+}
+// All threads of the cluster wait for each other.
+__device__ inline void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n"
+                 "barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

@@ -17,8 +17,8 @@ DECODE = {  # file -> its kernels
 
 
 def decode_files(architecture, config, precision, geometry, shared):
-    """The KernelFiles of text generation. geometry: gets their numbers, too; shared: see
-    decode_geometry."""
+    """The KernelFiles of text generation, but token_file's. geometry: gets their numbers, too;
+    shared: see decode_geometry."""
     numbers = decode_geometry(architecture, config, precision, shared)
     vars(geometry).update(numbers)
     constants = model_constants(config, precision) | architecture.CONSTANTS | numbers
@@ -116,17 +116,14 @@ def token_file(architecture, config, precision, gpu, constants):
         return None
     gates = 2 if architecture.HAS.activation == "swiglu" else 1
     products = max(64, sent, gates * fc_slice // CLUSTER)
-    # struct Shared, and what else is declared; but a slot's two mbarriers
+    # struct Shared, and what else is declared
     declared = (8 * columns * (CLUSTER + warps + 1) + 2 * (config.C + fc_slice)
                 + 8 * warps * products + 256)
     slot = 16 * config.C
-    slots = (gpu.shared - declared) // (slot + 16)
-    if slots < 4:
-        return None
+    slots = (gpu.shared - declared) // (slot + 16)  # with two mbarriers; 6 or more
     numbers = {"TOKEN_CLUSTERS": clusters, "TOKEN_LAYERS": config.L, "TOKEN_WARPS": warps,
                "TOKEN_HEADS": heads, "TOKEN_SLICE": fc_slice, "TOKEN_SLOTS": slots,
                "TOKEN_FLIGHT": max(1, min(slots, round((48 << 10) / slot)))}
-    # more than half of a multiprocessor's, so that it has one block
-    shared = max(slots * slot, 140 << 10)
+    # more than half of a multiprocessor's shared memory, so that it has one block
     return KernelFile("decode/token", ("decode_token",), constants | numbers,
-                      {"decode_token": shared})
+                      {"decode_token": slots * slot})

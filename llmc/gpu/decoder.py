@@ -207,7 +207,7 @@ class TokenPass:
         maps = [self.device.tensor_map(tensors[name], config.C // CLUSTER, 64)
                 for name in ("attprojw", "fcprojw")]
         with self.device.stream:
-            self.sums = cp.zeros((2, 2 * config.L, 4 * config.C), np.uint64)
+            self.sums = cp.zeros((2, 2 * config.L, 4 * config.C), np.uint64)  # see token.cuh
         self.arguments = (acts.logits, acts.tiles, self.sums, acts.keys, acts.values, acts.tokens,
                           weights, *maps, decoder.rope, acts.control, decoder.T)
 
@@ -217,6 +217,8 @@ class TokenPass:
             self.sums.fill(0)
 
     def launch(self):
+        """logits and tiles = those of tokens[0] at control's position; its keys and values go to
+        the cache."""
         self.device.launch("decode_token", self.grid, self.block, *self.arguments)
 
 
@@ -394,7 +396,8 @@ def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):
     geometry = launch_geometry(config, precision, gpu.arch)
     update = kernel_files(architecture, config, precision, gpu.arch, "cublaslt")["update"]
     files = [update, *decode_files(architecture, config, precision, geometry, gpu.shared)]
-    token = B == 1 and token_file(architecture, config, precision, gpu, files[-1].constants)
+    token = (token_file(architecture, config, precision, gpu, files[-1].constants) if B == 1
+             else None)
     device = Device(gpu, [*files, token] if token else files, geometry)
     with device.stream:
         on_gpu = allocate(architecture.parameter_table(config, precision.dtype), cp)
