@@ -28,6 +28,7 @@ SANITIZE ?= (3-97 and (C64x or C240x or C1600x)) or (grouped and 3-97 and (2-2 o
     or (matmuls and (97-240 or 168-504 or C240-1000 or C64-391) and not grads and not cublaslt) \
     or (a_pass_is and (C240 or C576 or C256) and bfloat16 and not 40) \
     or (drawing and 300-0 and (choice0 or choice4 or choice9)) \
+    or (token_is and C192) \
     or (grouped and 3-63 and (9-3-16 or 3-1-64 or 3-1-128) and not two) \
     or (swiglu and (129-64 or 130-72) and 2) or (forward_rope and 3-97 and (4-2-16 or 9-3)) \
     or (3-97 and (C240-V or C576) and (rmsnorm or rope or swiglu)) \
