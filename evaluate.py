@@ -248,8 +248,7 @@ def evaluate_choices(model, name, examples, B, T):
 
 
 def parse_arguments():
-    parser = Parser(description=(__doc__ or "").strip().split("\n")[0],
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(description=(__doc__ or "").strip().split("\n\n")[0])
     parser.add_argument("model",
                         help="the directory of a run, a .bin file or a Hugging Face folder")
     parser.add_argument("--checkpoint", metavar="best|last|N", default="",

@@ -139,10 +139,10 @@ def tokenizer_files_of(config, tokenizer):
     found = our_tokenizer_files(config, tokenizer)
     if os.path.lexists(tokenizer.path):
         found["tokenizer.bin"] = read_input(tokenizer.path)
-    if "tokenizer.json" not in found:  # the run may have started from a folder with one
-        prefix = tokenizer.path.removesuffix("tokenizer.bin")
-        found |= {name: read_input(prefix + name) for name in FOLDER_FILES
-                  if os.path.exists(prefix + name)}
+    # the run may have started from a folder with a tokenizer.json; a chat's has a template
+    prefix = tokenizer.path.removesuffix("tokenizer.bin")
+    kept = ("chat_template.jinja",) if "tokenizer.json" in found else FOLDER_FILES
+    found |= {name: read_input(prefix + name) for name in kept if os.path.exists(prefix + name)}
     if "tokenizer.json" not in found and tokenizer.is_gpt2:
         try:
             found |= gpt2_tokenizer_files(config)
@@ -335,8 +335,7 @@ def add_run_flags(parser):
 
 
 def parse_arguments():
-    parser = Parser(description=(__doc__ or "").strip().split("\n")[0],
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(description=(__doc__ or "").strip().split("\n\n")[0])
     group = parser.add_argument_group("what")
     group.add_argument("--model", default="gpt2", metavar="NAME",
                        help=f"{', '.join(PRETRAINED)} (download), {', '.join(SIZES)} (random"
@@ -411,12 +410,12 @@ def main():
         try:
             batch = first_batch(args.input, config.V, B, T)
             import_reference()
-        except UserError:
+        except UserError as error:
             if given or not args.write_tensors or args.input != INPUT:
                 raise
             batch = None
-            print("note: no debug state: it is for test_gpt2.py, and needs PyTorch, and --input"
-                  " TOKENS_val.bin of the model's vocabulary", file=sys.stderr)
+            print("note: no debug state, which is for test_gpt2.py, and needs PyTorch, and --input"
+                  f" TOKENS_val.bin of the model's vocabulary: {error}", file=sys.stderr)
     reference = import_reference() if batch else None
     print(f"model {args.model}: {config.describe()}{reference.describe() if batch else ''}")
     with reference.torch_errors_as_lines() if batch else contextlib.nullcontext():

@@ -303,7 +303,7 @@ def write_page(path, data, numbers):
 
 
 def main():
-    parser = Parser(description=(__doc__ or "").strip().split("\n")[0])
+    parser = Parser(description=(__doc__ or "").strip().split("\n\n")[0])
     add = parser.add_argument
     add("model", help="the directory of a run, a .bin file or a Hugging Face folder")
     add("--prompt", default="The cat sat on the mat.", help="its text (default: %(default)s)")
@@ -311,7 +311,7 @@ def main():
         " chat: the loss is of these tokens alone, as in training on chats")
     add("--tokenizer", metavar="FILE", default="", help="a file (default: that beside the model)")
     add("-o", "--output", default="look.html", help="the page to write (default: %(default)s)")
-    add("--open", type=int, choices=(0, 1), default=1, help="1: open it in a browser (the default)")
+    add("--open", type=int, choices=(0, 1), default=1, help="1: open it in a browser")
     args = parser.parse_args()
     check_output(args.output)
     data, recorder = look(args.model, args.prompt, args.tokenizer, args.answer)

@@ -207,7 +207,7 @@ def parse_arguments():
                         " 2^31")
     bpe = re.fullmatch(r"bpe:0*([1-9]\d{0,6})", args.vocabulary)
     if args.vocabulary.startswith("bpe:") and not (bpe and int(bpe[1]) >= 512):
-        raise UserError(f"--vocabulary {args.vocabulary}: expected bpe:512 or more, such as"
+        raise UserError(f"--vocabulary {args.vocabulary}: expected bpe:512 to bpe:9999999, such as"
                         " bpe:4096")
     args.bpe = int(bpe[1]) if bpe else 0
     if not args.chat and getattr(args, "val_fraction", 1.0) == 0.0:
@@ -323,7 +323,7 @@ def save_chats(kept, vocabulary, args):
             of_weights[path] = np.append(weights, np.uint8(0))
     print(f"{len(ids)} rows of {T} tokens: train with -t {T}; {np.mean(weights > 0):.0%} are"
           f" targets" + (f"; each row is there {times} times, shuffled" if times > 1 else ""))
-    save_files(files, vocabulary, args, weights=of_weights)
+    save_files(files, vocabulary, args, weights=of_weights, row=T)
 
 
 def print_what_is_read(count, texts, hidden, left):
@@ -386,6 +386,9 @@ def write(texts, lacking, names, vocabulary, args):
         if args.shard_tokens:
             save_shards(val, train, vocabulary, args)
         else:
+            for path in training_shards(args.output):
+                raise UserError(f"{path}: of an earlier text, with --shard_tokens, whose vocabulary"
+                                " is going to be replaced: remove it, or pass another --output")
             save(dict(zip(output_paths(args.output), (val, train))), vocabulary, args)
 
 
@@ -435,6 +438,9 @@ def save_shards(val, train, vocabulary, args):
         if path not in files:
             raise UserError(f"{path}: would be read as one of the {len(shards)} shards to be"
                             " written: remove it, or pass another --output")
+    if os.path.lexists(f"{args.output}_train.bin"):
+        raise UserError(f"{args.output}_train.bin: would be read with -i {args.output}, but not be"
+                        " written: remove it, or pass another --output")
     save({f"{args.output}_val_000000.bin": val, **files}, vocabulary, args)
 
 

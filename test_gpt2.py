@@ -382,7 +382,7 @@ def reuse_freed_memory():
 @torch_errors_as_lines()
 @gpu_errors_as_lines()
 def main():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n\n")[0])
     parser.add_argument("--model", default="gpt2_124M.bin", help="model checkpoint")
     parser.add_argument("--state",
                         help="its debug state (default: the model's name with _debug_state)")

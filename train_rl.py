@@ -39,7 +39,6 @@ update has answers of its own, so there is no ratio to clip.
 
 import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
-import argparse
 import os
 import sys
 import time
@@ -57,7 +56,7 @@ from llmc.files import locked, make_directory, replacing
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.loop import Saver, check_update
 from llmc.resume import checkpoint_paths, find_checkpoint, read_notes, stopped
-from llmc.rewards import prompts_of, read_prompts, read_reward, rewards_of
+from llmc.rewards import RewardError, prompts_of, read_prompts, read_reward, rewards_of
 from llmc.sampler import Choice, Random, draw
 from llmc.settings import Settings
 from llmc.shuffle import Position
@@ -147,6 +146,9 @@ def batches_of(answers, advantages, rows, T):
     return batches
 
 
+DIVERGED = "the last checkpoint, if any, is kept: try a lower -l, or smaller rewards"
+
+
 class OnCpu:
     """A model that draws and learns."""
 
@@ -176,7 +178,7 @@ class OnCpu:
             return
         loss = self.gradients(batches, total)
         norm, scale = self.model.norm_and_scale(self.settings)
-        check_update(step, loss, norm)
+        check_update(step, loss, norm, DIVERGED)
         self.model.optimizer.update(self.model.params, self.model.grads, self.settings,
                                     self.settings.learning_rate, step + 1, scale)
 
@@ -207,7 +209,7 @@ class OnGpu:
     def update(self, batches, total, step):
         number = self.trainer.begin_step(batches, self.settings.learning_rate, total)
         update = self.trainer.end_step(number)
-        check_update(step, update.loss, update.norm)
+        check_update(step, update.loss, update.norm, DIVERGED)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -215,8 +217,7 @@ class OnGpu:
 
 
 def parse_arguments():
-    parser = Parser(description=(__doc__ or "").strip().split("\n")[0],
-                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(description=(__doc__ or "").strip().split("\n\n")[0])
     add = parser.add_argument
     add("model", help="a run's directory or a .bin file, of a model that answers already")
     add("--prompts", required=True, metavar="FILE", help="prompts to learn on, a line each")
@@ -320,23 +321,33 @@ class Run:
             make_directory(self.args.output)
             keep_tokenizer(self.args.output, self.sampler.vocabulary)
         self.open_log(first)
-        interruption = Interruption(SINGLE_PROCESS)
+        self.interruption = Interruption(SINGLE_PROCESS)
         try:
             if not first:
-                self.report(0, {}, self.test(0, interruption.check))
+                self.report(0, {}, self.test(0, self.interruption.check))
         except Interrupted as interrupted:
             stopped(self.settings, None)
             return 128 + interrupted.args[0]
-        for step in range(first, self.args.steps):
-            row = self.update(step)
-            done = step + 1
-            due = done % self.args.test_every == 0 or done == self.args.steps
-            self.report(done, row, self.test(done) if due else None)
-            if due or interruption.received:
+
+        done = saved = first
+        try:
+            for step in range(first, self.args.steps):
+                row = self.update(step)
+                done = step + 1
+                due = done % self.args.test_every == 0 or done == self.args.steps
+                self.report(done, row, self.test(done) if due else None)
+                if due or self.interruption.received:
+                    self.save(done)
+                    saved = done
+                if self.interruption.received:
+                    stopped(self.settings, done)
+                    return 128 + self.interruption.received
+        except RewardError:
+            if done > saved:
                 self.save(done)
-            if interruption.received:
-                stopped(self.settings, done)
-                return 128 + interruption.received
+            raise
+        if self.args.output:
+            print(f"the model is in {self.args.output}")
         return 0
 
     def update(self, step):
@@ -413,7 +424,8 @@ class Run:
                                    seconds="{:.2f} s", test="test {:.3f}").items():
                 if name in row:
                     words.append(what.format(row[name]))
-            print(" | ".join(words), flush=True)
+            with self.interruption.output():
+                print(" | ".join(words), flush=True)
 
 
 if __name__ == "__main__":

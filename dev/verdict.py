@@ -105,7 +105,7 @@ def judge(backend, config, params, x, y, std):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n\n")[0])
     parser.add_argument("--backend", choices=tuple(BACKENDS), default="numpy",
                         help="the trainer under test")
     parser.add_argument("--model", choices=tuple(DRAWS), default="gpt2", help="what to draw")

@@ -74,6 +74,9 @@ class Template:
         with self.errors_as_lines(f"{model} has no chat template in tokenizer_config.json or"
                                   " chat_template.jinja"):
             template, settings = find_template(vocabulary)
+            if template is None:
+                raise UserError(f"{flag}: {model} has no chat template: train it on chats, which"
+                                " python prepro_text.py --chat makes")
             if not isinstance(template, str):
                 raise TypeError("expected a text, or several, one of them named 'default'")
             tokens = {name: token.get("content") if isinstance(token, dict) else token

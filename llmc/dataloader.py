@@ -33,19 +33,25 @@ def tokens_hint(path):
     if prefix and os.path.isfile(prefix[1]):
         return (f"to train on {prefix[1]}: python prepro_text.py {prefix[1]} --output data/mine,"
                 " then -i data/mine")
+    if prefix and glob.glob(f"{glob.escape(prefix[1])}_{prefix[2]}_*.bin"):
+        return f'pass its shards, "{prefix[1]}_{prefix[2]}_*.bin"'
+    if prefix and os.path.isfile(f"{prefix[1]}_train.bin"):
+        return (f"there is {prefix[1]}_train.bin: train with -v 0, or pass it, or other tokens, as"
+                " -j or --data")
     return ("make it of your text with: python prepro_text.py FILE --output"
             f" {prefix[1] if prefix else 'PREFIX'}")
 
 
-def write_tokens(path, arrays, count, format="int32", text_bytes=0):
+def write_tokens(path, arrays, count, format="int32", text_bytes=0, row=0):
     """Write the `count` tokens of an iterable of integer arrays, as 'int32', 'uint16' or 'uint32'.
-    text_bytes: how many bytes of text all but the first stand for, if one knows; raw int32 has no
-    place for it."""
+    text_bytes: how many bytes of text all but the first stand for, if one knows; row: tokens that
+    are to be trained on together, if they are rows. Raw int32 has no place for these two."""
     magic, version, dtype = HEADERS.get(format, (None, None, "<i4"))
     with replacing(path) as f:
         if magic:
             header = make_header(magic, version)
             header[2:6] = np.array([count, text_bytes], "<u8").view("<i4")
+            header[6] = row
             f.write(header)
         for array in arrays:
             f.write(np.asarray(array).astype(dtype))
@@ -57,15 +63,15 @@ def weights_beside(path):
 
 
 class TokenFile:
-    """A file's tokens: dtype, offset in bytes, size, their number, text_bytes, see write_tokens,
-    and weights, the path of their file, or None. Raises UserError for an impossible size or fewer
+    """A file's tokens: dtype, offset in bytes, size, their number, text_bytes and row, see
+    write_tokens, and weights, the path of their file, or None. Raises UserError for an impossible size or fewer
     than `least` tokens (`why` ends the message). Ids are checked when they are read."""
 
     def __init__(self, path, V, least=1, why=""):
         self.path = path
         self.V = V
         self.hint = (hint := tokens_hint(str(path)))
-        self.text_bytes = 0
+        self.text_bytes = self.row = 0
         with open_input(path, hint) as f:
             size = os.fstat(f.fileno()).st_size
             found = int.from_bytes(f.read(4), "little")
@@ -76,6 +82,7 @@ class TokenFile:
                 header = read_header(f, magic, hint)
                 self.offset = HEADER_BYTES
                 self.size, self.text_bytes = header[2:6].view("<u8").tolist()
+                self.row = int(header[6])
                 if header[1] != version:
                     raise UserError(f"{path}: token file version {header[1]}, expected {version};"
                                     f" {hint}")

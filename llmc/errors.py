@@ -13,8 +13,19 @@ DIVERGED = ("the last checkpoint, if any, is kept: try a lower -l, a longer warm
             " --grad_clip of 1 or less")  # after NaN or infinity
 
 
+class Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Help that says defaults, where there is one to say."""
+
+    def _get_help_string(self, action):
+        nothing = any(action.default is value for value in ("", None, False))
+        return action.help if nothing else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """Says in one line what is wrong with a command line."""
+
+    def __init__(self, **arguments):
+        super().__init__(formatter_class=Defaults, **arguments)
 
     def error(self, message):
         self.exit(2,

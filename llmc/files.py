@@ -2,6 +2,7 @@
 allocated, and writes to a temporary file that is renamed when complete."""
 
 import contextlib
+import glob
 import os
 import re
 import stat
@@ -32,7 +33,7 @@ KINDS = {
 }
 HEADER_BYTES = 1024
 FILE_CHUNK = 1 << 20  # elements that file readers and writers hold at a time
-EXPORT = "make it with: python export_weights.py"  # for a missing model or tokenizer
+EXPORT = "make it with: python export_weights.py"  # for a missing model or GPT-2's tokenizer
 HELLASWAG = "data/hellaswag_val.bin"
 
 
@@ -42,8 +43,14 @@ def export_hint(path):
     label = re.match(r"(?:gpt2|llama3|speedrun)_(124M|355M|774M|1558M|[dls]\d+)[_.]",
                      os.path.basename(path))
     names = {"124M": "gpt2", "355M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}
-    if os.fspath(path).endswith("_debug_state.bin") and not label:
-        return f"{EXPORT} --model MODEL --input TOKENS_val.bin"
+    if os.fspath(path).endswith("_debug_state.bin"):
+        return f"{EXPORT} --model {label[1] if label else 'MODEL'} --input TOKENS_val.bin"
+    directory, name = os.path.split(os.fspath(path))
+    if step := re.fullmatch(r"model_(\d{8})\.bin", name):  # of a run
+        others = {int(marker.removeprefix("DONE_")) for marker in
+                  glob.glob("DONE_" + "[0-9]" * 8, root_dir=directory)} - {int(step[1])}
+        if others:
+            return f"pass --checkpoint {max(others)}, another one of the run"
     return (f"{EXPORT} --model {names.get(label[1], label[1])}".removesuffix(" --model gpt2")
             if label else
             "expected the directory of a run, or a .bin file (make one with: python"

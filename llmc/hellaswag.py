@@ -12,7 +12,7 @@ from llmc.dataloader import check_ids
 from llmc.errors import UserError
 from llmc.files import EXAMPLES_MAGIC, open_input, read_header
 
-HELLASWAG_HINT = "make it with: python prepro/hellaswag.py"
+HELLASWAG_HINT = "make it with: python prepro/hellaswag.py, or prepro/mmlu.py"
 ENDINGS = 4
 BEGIN = 65535  # the first number of a record
 # version -> the type of a file's numbers; 2 is this project's

@@ -81,7 +81,8 @@ def how_to_make(prefix):
     """How to get a tokenizer.json, in a message."""
     there = next((name for name in OLDER_FILES if os.path.lexists(prefix + name)), None)
     if not there:
-        return "expected gpt2, bytes, chars, a run or a Hugging Face folder with a tokenizer.json"
+        return ("expected gpt2, bytes, chars, bpe:N, a run or a Hugging Face folder with a"
+                " tokenizer.json")
     folder = repr(os.path.dirname(prefix) or ".")
     return (f"make it of {there} with: python -c \"from transformers import AutoTokenizer as A;"
             f" A.from_pretrained({folder}).save_pretrained({folder})\"")

@@ -68,6 +68,10 @@ class Loop(contextlib.AbstractContextManager):
         self.parameters = sum(tensor.size for tensor in unpadded(self.params, self.config.V))
         self.train_loader, self.val_loader = open_data(settings, self.config.V, ranks.rank,
                                                        ranks.size)
+        row = self.train_loader.shards[0].row
+        if ranks.is_first and row and settings.T % row:
+            print(f"note: {self.train_loader.shards[0].path}: has rows of {row} tokens, which -t"
+                  f" {settings.T} cuts: pass -t {row}", file=sys.stderr)
         if ranks.is_first and settings.sample_every and not self.tokenizer:
             print(f"warning: no gpt2_tokenizer.bin: samples are printed as token ids; {EXPORT}",
                   file=sys.stderr)
@@ -92,7 +96,8 @@ class Loop(contextlib.AbstractContextManager):
             self.settings.steps = max(1, updates)
         self.random = Random()
         self.running = self.saver = None
-        self.begin = self.saved = self.first_step or 0
+        self.begin = self.first_step or 0
+        self.saved = self.first_step  # the step of the last checkpoint, if any
         self.lowest = (math.inf, 0)  # validation loss, its step
         self.above = 0  # how many were above it since
         if self.begin > self.settings.steps:
@@ -145,7 +150,7 @@ class Loop(contextlib.AbstractContextManager):
             except Interrupted as interrupted:
                 # a resumed run validates and samples again at this step
                 self.random.state = before
-                if directory and step != self.saved:
+                if directory and step not in (0, self.saved):
                     self.save(step)
                 return self.stop(step, *interrupted.args)
             if validates and settings.patience:
@@ -305,9 +310,9 @@ def validate(forward, loader, batches, starmap=itertools.starmap):
     return math.fsum(loss * weight for loss, weight, _ in found) / total, targets
 
 
-def check_update(step, loss, norm=None):
-    """Raise UserError when the loss or, unless it is None, the norm of update number `step`, from
-    0, is not finite."""
+def check_update(step, loss, norm=None, hint=DIVERGED):
+    """Raise UserError, whose message ends in `hint`, when the loss or, unless it is None, the norm
+    of update number `step`, from 0, is not finite."""
     for what, value in (("loss", loss), ("gradient norm", norm or 0.0)):
         if not math.isfinite(value):
-            raise UserError(f"step {step + 1}: the {what} is {value}; {DIVERGED}")
+            raise UserError(f"step {step + 1}: the {what} is {value}; {hint}")

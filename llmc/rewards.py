@@ -59,16 +59,21 @@ def read_reward(path):
     return found
 
 
+class RewardError(UserError):
+    """What reward() raised, or a number that is no reward."""
+
+
 def rewards_of(reward, prompt, answers):
-    """reward() of each answer (G,); of one that was cut 0. Raises UserError if it fails."""
+    """reward() of each answer (G,); of one that was cut 0. Raises RewardError if it fails."""
     found = np.zeros(len(answers))
     for g, answer in enumerate(answers):
         if not answer.is_cut:
             try:
                 found[g] = reward(prompt, answer.text)
             except Exception as error:  # whatever a user's function raises
-                raise UserError(f"--reward: reward({prompt!r}, {answer.text!r}) fails:"
-                                f" {type(error).__name__}: {error}") from None
-    if not np.isfinite(found).all():
-        raise UserError(f"--reward: reward({prompt!r}, ...) gives {found}, expected finite numbers")
+                raise RewardError(f"--reward: reward({prompt!r}, {answer.text!r}) fails:"
+                                  f" {type(error).__name__}: {error}") from None
+    if not np.isfinite(found).all() or found.min() < 0.0:
+        raise RewardError(f"--reward: reward({prompt!r}, ...) gives {found}, expected finite"
+                          " numbers, 0 or more: an answer that is cut counts 0")
     return found

@@ -52,12 +52,14 @@ class ByteStream:
 
 def read_tokenizer(path):
     """Read a tokenizer file of version 1 or 2; raises UserError for a damaged one."""
-    with open_input(path, EXPORT) as f:
-        header = read_header(f, TOKENIZER_MAGIC, EXPORT)
+    is_gpt2 = os.path.basename(path) == "gpt2_tokenizer.bin"
+    hint = EXPORT if is_gpt2 else "prepro_text.py writes one beside the tokens that it makes"
+    with open_input(path, hint) as f:
+        header = read_header(f, TOKENIZER_MAGIC, hint)
         version, V, eot = (int(x) for x in header[1:4])
         data = f.read()
     if version not in (1, 2):
-        raise UserError(f"{path}: tokenizer version {version}, expected 1 or 2; {EXPORT}")
+        raise UserError(f"{path}: tokenizer version {version}, expected 1 or 2; {hint}")
     eot = 50256 if version == 1 else eot
     tokens = []
     end = 0
@@ -67,7 +69,7 @@ def read_tokenizer(path):
         end += 1 + length
     if end != len(data) or b"" in tokens or not 0 <= eot < V == len(tokens):
         raise UserError(f"{path}: is damaged: {len(data)} bytes, but not of {V} tokens, end of"
-                        f" text {eot}; {EXPORT}")
+                        f" text {eot}; {hint}")
     return Tokenizer(tokens, eot, path)
 
 

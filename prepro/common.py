@@ -175,10 +175,10 @@ def save_tokens(val, train, vocabulary, args):
     save_files(dict(zip(output_paths(args.output), (val, train))), vocabulary, args)
 
 
-def save_files(files, vocabulary, args, text_bytes=None, weights=None):
+def save_files(files, vocabulary, args, text_bytes=None, weights=None, row=0):
     """Write token files, {path: list of integer arrays}, and the vocabulary, all or none; print
-    their sizes. text_bytes: see write_tokens, {path: number}; weights: {path: (n,) uint8}, of the
-    tokens as targets; without, earlier files of weights are removed."""
+    their sizes. text_bytes, row: see write_tokens, {path: number} and a number; weights: {path: (n,)
+    uint8}, of the tokens as targets; without, earlier files of weights are removed."""
     if args.format == "uint16" and len(vocabulary.tokens) > 1 << 16:
         args.format = "uint32"
     tokenizer = output_paths(args.output)[-1]
@@ -186,7 +186,8 @@ def save_files(files, vocabulary, args, text_bytes=None, weights=None):
     counts = {path: sum(map(len, pieces)) for path, pieces in files.items()}
     with all_or_none():
         for path, pieces in files.items():
-            write_tokens(path, pieces, counts[path], args.format, (text_bytes or {}).get(path, 0))
+            write_tokens(path, pieces, counts[path], args.format, (text_bytes or {}).get(path, 0),
+                         row)
             if weights:
                 with replacing(weights_beside(path)) as f:
                     f.write(weights[path])
@@ -245,8 +246,7 @@ def make_parser(description, output, format="int32"):
     """Return a parser with --format and --output, for the scripts that write PREFIX_train.bin and
     so on."""
     # -OO leaves no docstring
-    parser = Parser(description=(description or "").strip().split("\n")[0],
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(description=(description or "").strip().split("\n\n")[0])
     parser.add_argument("--format", choices=("int32", "uint16"), default=format,
                         help="int32: llm.c of April 2024; uint16: with a header, llm.c of today"
                         " (uint32, as its Llama branch has it, for vocabularies of more than"

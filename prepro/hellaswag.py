@@ -12,7 +12,6 @@ space. --input FILE reads a hellaswag_val.jsonl that you already have, or any fi
 
 import root  # noqa: F401  (first: it finds the project)
 
-import argparse
 import json
 import os
 
@@ -88,8 +87,7 @@ def write_examples(path, examples, V):
 
 
 def main():
-    parser = Parser(description=(__doc__ or "").strip().split("\n")[0],
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(description=(__doc__ or "").strip().split("\n\n")[0])
     parser.add_argument("--input", metavar="FILE",
                         help="hellaswag_val.jsonl, instead of the download")
     parser.add_argument("--url", default=URL,

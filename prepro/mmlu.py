@@ -13,7 +13,6 @@ tokens for GPT-2's.
 
 import root  # noqa: F401  (first: it finds the project)
 
-import argparse
 import csv
 import io
 import os
@@ -49,8 +48,7 @@ def questions(path):
 
 
 def main():
-    parser = Parser(description=(__doc__ or "").strip().split("\n")[0],
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(description=(__doc__ or "").strip().split("\n\n")[0])
     parser.add_argument("--input", metavar="FILE", help="data.tar, instead of the download")
     parser.add_argument("--url", default=URL,
                         help="where the download comes from (the SHA-256 is checked)")

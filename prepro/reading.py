@@ -189,7 +189,7 @@ def read_field(path, field, what, advance):
             seen = f"{str(found)[:40]!r}: mend or remove the {what}"
             if record and isinstance(record, dict):
                 texts = ", ".join(key for key in record if isinstance(record[key], str))
-                seen = f"text in {texts or 'no field'} (of {', '.join(record)}): pass --field NAME"
+                seen = f"text in {texts or 'none'} of {', '.join(record)}: pass --field NAME"
             where = f"{path}:{number}" if what == "line" else f"{path}: {what} {number}"
             raise UserError(f"{where}: expected a JSON object with text in {field!r}, found"
                             f" {seen}, or --field '' to read the file as it is")

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import prepro_text
+import train_gpt2
 import prepro_tinyshakespeare
 from conftest import ROOT, assert_one_line_error, run_program
 from llmc.dataloader import open_tokens
@@ -155,7 +156,7 @@ def test_a_vocabulary_of_the_text_or_of_a_run(tmp_path, prepare):
                                    " 'f': of 1000 characters, 100 are lost")
     assert tokenizer == chars and text_of(tokens[1:], chars) == "the ca at the sea\n" * 50
     pytest.raises(AssertionError, prepare, "y.txt", "--vocabulary",
-                  "bpe:x").match("expected bpe:512 or more")
+                  "bpe:x").match("expected bpe:512 to bpe:9999999")
 
 
 def test_shards_are_the_same_tokens(here, run_here):
@@ -180,6 +181,10 @@ def test_shards_are_the_same_tokens(here, run_here):
     run_here(*command, "x", "--shard_tokens", 50000,
              fails=("x_train_000002.bin", "2 shards", "remove it"))
     assert tokens("x", "--shard_tokens", 30000) == [shards, val]
+    run_here(*command, "x", fails=("x_train_000000.bin", "--shard_tokens", "remove it"))
+    run_here(*command, "one", "--shard_tokens", 30000, fails=("one_train.bin", "remove it"))
+    hint = "x_train.bin: no such file; pass its shards, \"x_train_*.bin\""
+    run_here(train_gpt2, *"-e d2 -i x -x 1 -o run".split(), fails=(hint,))
 
 
 @pytest.mark.parametrize("name, data, words, flags", (
@@ -190,14 +195,14 @@ def test_shards_are_the_same_tokens(here, run_here):
     ("short.txt", b"a", "2 tokens of text.*--val_fraction", ""),
     ("c.json", b'[{"text": "c"},', "not JSON.*--field ''", ""),
     ("c", b'{"story": "c"}\n{"story": "d"}\n', "c:1.*text in story.*--field NAME.*--field ''", ""),
-    ("c.txt", b'{"text": "c"}\n{"text": "d"}\n{"text": 1}\n', "c.txt:3.*text in no field", ""),
+    ("c.txt", b'{"text": "c"}\n{"text": "d"}\n{"text": 1}\n', "c.txt:3.*text in none of text", ""),
     ("a.jsonl", b'{"text": "a"}\n{"story": "b"}\n',
      "a.jsonl:2.*'text'.*found text in story.*--field NAME", ""),
     ("c.jsonl", b'{"text": "a"}\nnot JSON\n', "c.jsonl:2.*found 'not JSON': mend or", ""),
     ("d.jsonl", b'{"text": "a"}\n', "d.jsonl:1.*'story'", "--field story"),
     ("a.txt", TEXT, "none.txt.*no such file", "none.txt"),
     ("a.txt", TEXT, "*.none.*no file", "*.none"),
-    ("f.txt", TEXT, "char/tokenizer.json: no such file.*gpt2, bytes, chars, a run or",
+    ("f.txt", TEXT, "char/tokenizer.json: no such file.*gpt2, bytes, chars, bpe:N, a run or",
      "--vocabulary char"),
     ("j_train.bin", TEXT, "j_train.bin.*another --output", "--output j")),
     ids=lambda value: value if isinstance(value, str) else "")

@@ -95,7 +95,9 @@ def test_the_newest_model_of_a_run_and_its_end_of_text(tmp_path, run_here):
         if step < 30:  # which is not complete
             open(done, "wb").close()
     write_tokenizer(run / "tokenizer.bin", [EOT.encode(), *(bytes([i]) for i in range(256))], 0)
+    (run / "chat_template.jinja").write_text("{{ messages[0].content }}")
     run_here(e, "--to_hf", run, tmp_path / "hf")
+    assert (tmp_path / "hf/chat_template.jinja").read_text() == "{{ messages[0].content }}"
     run_here(e, "--model", run, "--output_dir", tmp_path / "out")
     for config, params in (e.read_hf_folder(tmp_path / "hf")[1:],
                            read_model(tmp_path / "out" / f"gpt2_{run.name}.bin", GPT2)):

@@ -140,7 +140,7 @@ def test_what_a_chat_leaves_out(tmp_path, capsys):
     ("{{ ''.__class__.x }}", "object is unsafe"),
     ("{{ 'x' * 2 ** 60 }}", "MemoryError"), ("{{ 'x' * 2 ** 23 }}", "makes 8388608 characters"),
     ("{{ raise_exception('no') }}", "template says: no"), ("", "no token"),
-    (None, "expected a text")))
+    (None, "no chat template: train it on chats"), (7, "expected a text")))
 def test_chat_templates(tmp_path, template, expected):
     """As transformers renders them; an error is a line. A message without an answer is not kept."""
     pytest.importorskip("jinja2")

@@ -4,6 +4,8 @@ its resume; what is refused."""
 import csv
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +22,7 @@ import train_speedrun
 from conftest import (ROOT, SMALL, SMALL_HEADS, assert_one_line_error, page_of, random_params,
                       remove_after, trainer_of)
 from llmc.api import load, load_model
+from llmc.resume import newest_checkpoint
 from llmc.rewards import prompts_of, read_reward, rewards_of
 from llmc.sampler import Random
 from llmc.tensors import flat, views
@@ -56,6 +59,8 @@ def taught(here, run_here):
     run_here(prepro_text, "talks.jsonl", "--chat", "--vocabulary", "chars", "--sequence_length", 8,
              "--output", "talks", "--val_fraction", 0)
     run_here(train_gpt2, *"-e d2 -i talks -t 8 -b 8 -x 20 -v 0 -s 0 -o run".split())
+    cut = run_here(train_gpt2, *"-e d2 -i talks -t 12 -b 1 -x 1 -v 0 -s 0".split()).stderr
+    assert cut == "note: talks_train.bin: has rows of 8 tokens, which -t 12 cuts: pass -t 8\n"
     return here
 
 
@@ -283,11 +288,36 @@ def test_it_learns_on_a_gpu_and_resumes(gpu, taught, run_here):
     ("def reward(:", "SyntaxError"),
     ("def reward(prompt, answer):\n    return 1 / 0", "fails: ZeroDivisionError"),
     ("def reward(prompt, answer):\n    return 'a'", "fails: ValueError"),
-    ("def reward(prompt, answer):\n    return float('nan')", "expected finite numbers")))
+    ("def reward(prompt, answer):\n    return float('nan')", "expected finite numbers"),
+    ("def reward(prompt, answer):\n    return -1", "0 or more")))
 def test_wrong_rules(taught, run_here, rule, words):
     Path("rule.py").write_text(rule)
     done = run_here(train_rl, *FLAGS, "-x", 1, check=False)
     assert_one_line_error(done, "--reward", words)
+
+
+def test_a_rule_that_fails_later_loses_no_update(taught, run_here):
+    """The model of the update before is saved, and goes on to the same end."""
+    late = "left = iter(range(200, -1, -1))\n" + RULE.replace("return", "return 0 / next(left) +")
+    Path("late.py").write_text(late)
+    flags = *FLAGS, "-x", 9
+    done = run_here(train_rl, *flags, "--reward", "late.py", "-o", "out", check=False)
+    assert_one_line_error(done, "--reward", "ZeroDivisionError")
+    assert 0 < newest_checkpoint("out") < 9
+    run_here(train_rl, *flags, "-o", "out", "-y", 1)
+    run_here(train_rl, *flags, "-o", "whole")
+    out, whole = (Path(name, "model_00000009.bin").read_bytes() for name in ("out", "whole"))
+    assert out == whole
+
+
+def test_a_closed_pipe_loses_no_update(taught):
+    """As of `train_rl.py ... | head -1`."""
+    command = [sys.executable, train_rl.__file__, *FLAGS, "-x", "100000", "-o", "out"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    process.stdout.close()
+    error = process.stderr.read().decode()
+    assert process.wait(60) and "Traceback" not in error and newest_checkpoint("out")
 
 
 def test_other_wrong_input(taught, run_here):

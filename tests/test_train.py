@@ -179,6 +179,19 @@ def test_patience_keeps_the_best_and_the_newest_of_its_own(
     assert printed.endswith("; the model is in run, the best one of step 2\n")
 
 
+def test_a_model_that_only_gets_worse(workplace, run_here, monkeypatch):
+    """The one that the run started from is kept, as the best."""
+    monkeypatch.setattr(llmc.loop, "validate", lambda *_, steps=iter(range(9)): (next(steps), None))
+    begin = "-e d2 -x 12 -b 2 -t 8 -v 2 -s 0 -o run --patience 2".split()
+    printed = run_here(train_gpt2, *begin).stdout
+    assert complete_checkpoints("run") == [0, 4]
+    assert "the best checkpoint is run/model_00000000.bin" in printed
+    with open("run/model_00000000.bin", "r+b") as f:
+        f.truncate(2000)
+    run_here(generate, "run", "--checkpoint", 0,
+             fails=("model_00000000.bin", "pass --checkpoint 4"))
+
+
 def test_which_checkpoint_of_a_run_is_taken(workplace, run_here, monkeypatch):
     """By default the best, which is said; a run without --patience has no best one."""
     monkeypatch.setattr(llmc.loop, "validate", lambda *_, losses=iter(LOSSES): (next(losses), None))

@@ -38,7 +38,7 @@ RESULTS = os.path.join(lab.HERE, "RESULTS.md")
 
 
 def parse_arguments(argv=None):
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n\n")[0])
     parser.add_argument("layers", nargs="*", metavar="LAYER",
                         help="what to check and time (none: list them)")
     parser.add_argument("--rung", nargs="+", metavar="NAME", help="only these rungs")

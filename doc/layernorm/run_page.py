@@ -112,7 +112,7 @@ def run_blocks(blocks, kinds, path=PAGE):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n\n")[0])
     parser.add_argument("--figures", action="store_true",
                         help="put what the last block prints into the page; needs a GPU")
     args = parser.parse_args()
