@@ -287,6 +287,10 @@ def parse_arguments():
                         ("batch_size", 0)):
         if getattr(args, name) < least:
             raise UserError(f"--{name} {getattr(args, name)}: expected at least {least}")
+    for flag, of in (("examples", CHOICES), ("tokens", ("data",))):
+        if getattr(args, flag) and not any(hasattr(args, name) for name in of):
+            raise UserError(f"--{flag} {getattr(args, flag)}: it is of --{' and --'.join(of)}, which"
+                            " is not there")
     if args.batch_size >= 2**16:
         raise UserError(f"--batch_size {args.batch_size}: expected at most 65535")
     if args.tokens == 1:

@@ -29,9 +29,13 @@ def checkpoint_paths(directory, step):
 
 
 def complete_checkpoints(directory):
-    """The steps of the complete checkpoints in a directory, ascending."""
-    markers = glob.glob("DONE_" + "[0-9]" * 8, root_dir=directory)
-    return sorted(int(name.removeprefix("DONE_")) for name in markers)
+    """The steps of the complete checkpoints in a directory, ascending; none if there is no such
+    directory."""
+    names = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        names = os.listdir(directory)
+    return sorted(int(name.removeprefix("DONE_")) for name in names
+                  if re.fullmatch(r"DONE_\d{8}", name))
 
 
 def newest_checkpoint(directory):

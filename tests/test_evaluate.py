@@ -267,6 +267,8 @@ def test_several_files_and_their_first_tokens(examples, results):
     (("--hellaswag", HELLASWAG, "huge.bin"), ["finite"]),
     (("--data", "data/one.bin"), ("one.bin: 1 tokens", "at least 2")),
     (("--data", "x", "--tokens", 1), ["--tokens 1"]),
+    (("--data", "x", "--examples", 3), ["--examples 3", "--hellaswag and --mmlu"]),
+    (("--hellaswag", HELLASWAG, "--tokens", 9), ["--tokens 9", "--data"]),
     (("--data", "data/large.bin"), ("token id 500", "0 to 256")),
     (["nowhere.bin"], ["nowhere.bin: no such file"]),
     (("--hellaswag", "none.bin"), ("none.bin", "python prepro/hellaswag.py")),
