@@ -248,7 +248,7 @@ def evaluate_choices(model, name, examples, B, T):
 
 
 def parse_arguments():
-    parser = Parser(description=(__doc__ or "").strip().split("\n\n")[0])
+    parser = Parser(__doc__)
     parser.add_argument("model",
                         help="the directory of a run, a .bin file or a Hugging Face folder")
     parser.add_argument("--checkpoint", metavar="best|last|N", default="",
@@ -289,8 +289,8 @@ def parse_arguments():
             raise UserError(f"--{name} {getattr(args, name)}: expected at least {least}")
     for flag, of in (("examples", CHOICES), ("tokens", ("data",))):
         if getattr(args, flag) and not any(hasattr(args, name) for name in of):
-            raise UserError(f"--{flag} {getattr(args, flag)}: it is of --{' and --'.join(of)}, which"
-                            " is not there")
+            raise UserError(f"--{flag} {getattr(args, flag)}: there is no --{' or --'.join(of)}, of"
+                            " which it takes the first: add it, or leave this out")
     if args.batch_size >= 2**16:
         raise UserError(f"--batch_size {args.batch_size}: expected at most 65535")
     if args.tokens == 1:

@@ -335,7 +335,7 @@ def add_run_flags(parser):
 
 
 def parse_arguments():
-    parser = Parser(description=(__doc__ or "").strip().split("\n\n")[0])
+    parser = Parser(__doc__)
     group = parser.add_argument_group("what")
     group.add_argument("--model", default="gpt2", metavar="NAME",
                        help=f"{', '.join(PRETRAINED)} (download), {', '.join(SIZES)} (random"

@@ -206,7 +206,7 @@ def print_json(steps, shown, tokenizer, stops):
 
 
 def parse_arguments():
-    parser = Parser(description=(__doc__ or "").strip().split("\n\n")[0])
+    parser = Parser(__doc__)
     parser.add_argument("model",
                         help="the directory of a run, a .bin file or a Hugging Face folder")
     parser.add_argument("--checkpoint", metavar="best|last|N", default="",

@@ -303,7 +303,7 @@ def write_page(path, data, numbers):
 
 
 def main():
-    parser = Parser(description=(__doc__ or "").strip().split("\n\n")[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("model", help="the directory of a run, a .bin file or a Hugging Face folder")
     add("--prompt", default="The cat sat on the mat.", help="its text (default: %(default)s)")

@@ -33,7 +33,6 @@ import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy
 
 import argparse
 import collections
-import glob
 import itertools
 import json
 import os
@@ -44,14 +43,13 @@ import tempfile
 import numpy as np
 
 from llmc.chat import OURS, Template
-from llmc.dataloader import find_files
 from llmc.errors import UserError, import_package, run_main
 from llmc.files import chunks, errors_of_writing, make_directory
 from llmc.vocabulary import EOT, Folder, Letters, open_vocabulary
 from prepro import chats, reading
-from prepro.common import (add_processes, add_val_fraction, check_not_written_over, check_processes,
-                           evenly, in_processes, make_parser, output_paths, progress_bar, save_files,
-                           val_tokens)
+from prepro.common import (add_processes, add_val_fraction, check_leftovers, check_not_written_over,
+                           check_processes, evenly, in_processes, make_parser, output_paths,
+                           progress_bar, save_files, training_shards, val_tokens)
 from prepro.encodings import NotText
 from prepro.reading import documents, find_texts
 
@@ -221,6 +219,7 @@ def parse_arguments():
 
 def main():
     args = parse_arguments()
+    check_leftovers(args)
     if args.chat:
         return prepare_chats(args)
     paths, hidden = find_texts(args.inputs)
@@ -386,9 +385,6 @@ def write(texts, lacking, names, vocabulary, args):
         if args.shard_tokens:
             save_shards(val, train, vocabulary, args)
         else:
-            for path in training_shards(args.output):
-                raise UserError(f"{path}: of an earlier text, with --shard_tokens, whose vocabulary"
-                                " is going to be replaced: remove it, or pass another --output")
             save(dict(zip(output_paths(args.output), (val, train))), vocabulary, args)
 
 
@@ -423,11 +419,6 @@ def draw_to_the_end(tokens, eot, most):
     return len(val)
 
 
-def training_shards(output):
-    """Return the sorted files that have names of training shards of PREFIX."""
-    return find_files(f"{glob.escape(output)}_train_*.bin")
-
-
 def save_shards(val, train, vocabulary, args):
     """Write PREFIX_val_000000.bin and the training shards, PREFIX_train_000000.bin and on, equal in
     size, at most
@@ -438,9 +429,6 @@ def save_shards(val, train, vocabulary, args):
         if path not in files:
             raise UserError(f"{path}: would be read as one of the {len(shards)} shards to be"
                             " written: remove it, or pass another --output")
-    if os.path.lexists(f"{args.output}_train.bin"):
-        raise UserError(f"{args.output}_train.bin: would be read with -i {args.output}, but not be"
-                        " written: remove it, or pass another --output")
     save({f"{args.output}_val_000000.bin": val, **files}, vocabulary, args)
 
 

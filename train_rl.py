@@ -217,7 +217,7 @@ class OnGpu:
 
 
 def parse_arguments():
-    parser = Parser(description=(__doc__ or "").strip().split("\n\n")[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("model", help="a run's directory or a .bin file, of a model that answers already")
     add("--prompts", required=True, metavar="FILE", help="prompts to learn on, a line each")

@@ -24,8 +24,10 @@ class Defaults(argparse.ArgumentDefaultsHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """Says in one line what is wrong with a command line."""
 
-    def __init__(self, **arguments):
-        super().__init__(formatter_class=Defaults, **arguments)
+    def __init__(self, doc):
+        """doc: a program's docstring, whose first paragraph begins its help (-OO leaves None)."""
+        super().__init__(description=(doc or "").strip().split("\n\n")[0],
+                         formatter_class=Defaults)
 
     def error(self, message):
         self.exit(2,

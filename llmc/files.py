@@ -2,7 +2,6 @@
 allocated, and writes to a temporary file that is renamed when complete."""
 
 import contextlib
-import glob
 import os
 import re
 import stat
@@ -37,6 +36,16 @@ EXPORT = "make it with: python export_weights.py"  # for a missing model or GPT-
 HELLASWAG = "data/hellaswag_val.bin"
 
 
+def complete_checkpoints(directory):
+    """The steps of the complete checkpoints in a directory, ascending; none if there is no such
+    directory."""
+    names = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        names = os.listdir(directory)
+    return sorted(int(name.removeprefix("DONE_")) for name in names
+                  if re.fullmatch(r"DONE_\d{8}", name))
+
+
 def export_hint(path):
     """The hint for a missing or damaged file of export_weights.py: the command that makes a file of
     this name."""
@@ -47,10 +56,9 @@ def export_hint(path):
         return f"{EXPORT} --model {label[1] if label else 'MODEL'} --input TOKENS_val.bin"
     directory, name = os.path.split(os.fspath(path))
     if step := re.fullmatch(r"model_(\d{8})\.bin", name):  # of a run
-        others = {int(marker.removeprefix("DONE_")) for marker in
-                  glob.glob("DONE_" + "[0-9]" * 8, root_dir=directory)} - {int(step[1])}
+        others = [other for other in complete_checkpoints(directory) if other != int(step[1])]
         if others:
-            return f"pass --checkpoint {max(others)}, another one of the run"
+            return f"pass --checkpoint {others[-1]}, another one of the run"
     return (f"{EXPORT} --model {names.get(label[1], label[1])}".removesuffix(" --model gpt2")
             if label else
             "expected the directory of a run, or a .bin file (make one with: python"

@@ -14,7 +14,7 @@ import numpy as np
 from llmc.checkpoint import (padded, rank_path, read_model, read_optimizer_state, without_padding,
                              write_model, write_optimizer_state)
 from llmc.errors import DIVERGED, UserError
-from llmc.files import open_input, replacing
+from llmc.files import complete_checkpoints, open_input, replacing
 from llmc.outliers import WINDOW
 from llmc.single_process import SINGLE_PROCESS
 from llmc.tensors import check_finite
@@ -26,16 +26,6 @@ def checkpoint_paths(directory, step):
     marker exists."""
     return [os.path.join(directory, name) for name in
             (f"model_{step:08d}.bin", f"state_{step:08d}_00000.bin", f"DONE_{step:08d}")]
-
-
-def complete_checkpoints(directory):
-    """The steps of the complete checkpoints in a directory, ascending; none if there is no such
-    directory."""
-    names = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        names = os.listdir(directory)
-    return sorted(int(name.removeprefix("DONE_")) for name in names
-                  if re.fullmatch(r"DONE_\d{8}", name))
 
 
 def newest_checkpoint(directory):

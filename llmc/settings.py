@@ -279,7 +279,7 @@ def from_llmc(argv, known):
 
 def parse_settings(settings_class, description, argv=None):
     """Parse the command line into a checked settings_class. argparse exits with 2 on a bad flag."""
-    parser = Parser(description=description)
+    parser = Parser(description)
     groups = {}
     for field in dataclasses.fields(settings_class):
         extra = {name: value for name, value in field.metadata.items()

@@ -8,6 +8,7 @@ Not a program: run prepro_text.py, prepro/fineweb.py, prepro/hellaswag.py or one
 import argparse
 import collections
 import contextlib
+import glob
 import hashlib
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmc.dataloader import weights_beside, write_tokens
+from llmc.dataloader import find_files, weights_beside, write_tokens
 from llmc.errors import Parser, UserError, import_package
 from llmc.files import all_or_none, chunks, make_directory, open_input, replacing
 from llmc.threads import THREADS
@@ -111,6 +112,22 @@ def read_input(path):
 def output_paths(output):
     """The paths that start with PREFIX: validation tokens, training tokens, vocabulary."""
     return [f"{output}_{name}.bin" for name in ("val", "train", "tokenizer")]
+
+
+def training_shards(output):
+    """The sorted files that have names of training shards of PREFIX."""
+    return find_files(f"{glob.escape(output)}_train_*.bin")
+
+
+def check_leftovers(args):
+    """Raise UserError where an earlier text's tokens would stay, beside the new one's vocabulary: a
+    file of all where there will be shards, or shards where there will be one."""
+    others = training_shards(args.output)
+    if args.shard_tokens:
+        others = [path for path in output_paths(args.output)[:-1] if os.path.lexists(path)]
+    if others:
+        raise UserError(f"{others[0]}: of an earlier text, would stay beside the new vocabulary:"
+                        " remove it, or pass another --output")
 
 
 def check_not_written_over(texts, outputs):
@@ -245,8 +262,7 @@ def save_split(tokens, most, vocabulary, args):
 def make_parser(description, output, format="int32"):
     """Return a parser with --format and --output, for the scripts that write PREFIX_train.bin and
     so on."""
-    # -OO leaves no docstring
-    parser = Parser(description=(description or "").strip().split("\n\n")[0])
+    parser = Parser(description)
     parser.add_argument("--format", choices=("int32", "uint16"), default=format,
                         help="int32: llm.c of April 2024; uint16: with a header, llm.c of today"
                         " (uint32, as its Llama branch has it, for vocabularies of more than"

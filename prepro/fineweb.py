@@ -108,7 +108,7 @@ def fetch_shards(repository, output, name, most):
 
 
 def parse_arguments():
-    parser = Parser(description=(__doc__ or "").strip().split("\n\n")[0])
+    parser = Parser(__doc__)
     parser.add_argument("--edu", action="store_true", help="FineWeb-Edu")
     parser.add_argument("--size", choices=("10B", "100B"), default="10B",
                         help="number of tokens of the dataset")

@@ -87,7 +87,7 @@ def write_examples(path, examples, V):
 
 
 def main():
-    parser = Parser(description=(__doc__ or "").strip().split("\n\n")[0])
+    parser = Parser(__doc__)
     parser.add_argument("--input", metavar="FILE",
                         help="hellaswag_val.jsonl, instead of the download")
     parser.add_argument("--url", default=URL,

@@ -48,7 +48,7 @@ def questions(path):
 
 
 def main():
-    parser = Parser(description=(__doc__ or "").strip().split("\n\n")[0])
+    parser = Parser(__doc__)
     parser.add_argument("--input", metavar="FILE", help="data.tar, instead of the download")
     parser.add_argument("--url", default=URL,
                         help="where the download comes from (the SHA-256 is checked)")

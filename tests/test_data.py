@@ -181,8 +181,8 @@ def test_shards_are_the_same_tokens(here, run_here):
     run_here(*command, "x", "--shard_tokens", 50000,
              fails=("x_train_000002.bin", "2 shards", "remove it"))
     assert tokens("x", "--shard_tokens", 30000) == [shards, val]
-    run_here(*command, "x", fails=("x_train_000000.bin", "--shard_tokens", "remove it"))
-    run_here(*command, "one", "--shard_tokens", 30000, fails=("one_train.bin", "remove it"))
+    run_here(*command, "x", fails=("x_train_000000.bin", "remove it"))
+    run_here(*command, "one", "--shard_tokens", 30000, fails=("one_val.bin", "remove it"))
     hint = "x_train.bin: no such file; pass its shards, \"x_train_*.bin\""
     run_here(train_gpt2, *"-e d2 -i x -x 1 -o run".split(), fails=(hint,))
 

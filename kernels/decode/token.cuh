@@ -15,7 +15,7 @@ __device__ constexpr int parts_of(int n, int part) { return (n + part - 1) / par
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 
 __device__ inline void workers_sync() {
-    asm volatile("bar.sync 1, %0;" ::"n"(WORKER_THREADS) : "memory");
+    named_barrier_sync(1, WORKER_THREADS);
 }
 
 // -------------------------------------------------------------------------------------------------
